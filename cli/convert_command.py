@@ -383,7 +383,7 @@ def _proven(
     from statekit.cli.verify_command import verified
 
     request = planned.request
-    made = verified(
+    proof = verified(
         request.ref,
         checkpoint_place(f"{request.target}"),  # as it is now
         config,
@@ -392,8 +392,8 @@ def _proven(
         step_offset=request.step_offset,
     )
     if certificate is not None:
-        made.save(certificate)
-    return made
+        proof.save(certificate)
+    return proof
 
 
 def _say_if_refused(planned: Plan, replace: bool, replace_foreign: bool) -> None:

@@ -392,8 +392,8 @@ def _show_controls(screen: Screen, controls: Sequence[Mapping[str, Any]]) -> Non
         indent=2,
     )
     unseen = [control for control in controls if not control["detected"]]
-    for one in unseen:
-        screen.say(f"this proves nothing about: {one['name']}; {one['because']}", indent=2)
+    for missed in unseen:
+        screen.say(f"this proves nothing about: {missed['name']}; {missed['because']}", indent=2)
 
 
 def _value(value: Any) -> str:

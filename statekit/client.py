@@ -96,11 +96,11 @@ class Client:
             raise MissingExtraError(
                 "The client needs httpx2.", remedy="pip install 'statekit[service]'"
             ) from error
-        said = _stored(token.expanduser()) if isinstance(token, Path) else token
+        stored = _stored(token.expanduser()) if isinstance(token, Path) else token
         self._lost: type[Exception] = httpx2.TransportError
         self._http = httpx2.Client(
             base_url=f"{url.rstrip('/')}/api/v1",
-            headers={"Authorization": f"Bearer {said}"},
+            headers={"Authorization": f"Bearer {stored}"},
             timeout=timeout,
             trust_env=False,  # a proxy would learn the token
         )
@@ -340,11 +340,11 @@ class Client:
         return ended
 
     def _pages(self, record: type[T], path: str, params: Mapping[str, Any]) -> Iterator[T]:
-        said = {name: value for name, value in params.items() if value is not None}
+        query = {name: value for name, value in params.items() if value is not None}
         cursor: str | None = None
         while True:
             more = {"cursor": cursor} if cursor else {}
-            answer = self._get(path, {**said, **more, "limit": 500})
+            answer = self._get(path, {**query, **more, "limit": 500})
             page = _read(Page[record], answer)  # type: ignore[valid-type]  # the class is an argument
             yield from page.items
             cursor = page.next_cursor
@@ -454,9 +454,9 @@ def _check(answer: httpx2.Response) -> None:
 
 def _error(kind: str, problem: Mapping[str, Any]) -> StatekitError:
     """Returns a problem as the library's error of that kind; one that it doesn't have is a plain StatekitError."""
-    known = getattr(errors, f"{kind.removesuffix('Error')}Error", None)
+    named = getattr(errors, f"{kind.removesuffix('Error')}Error", None)
     if kind == "Unknown" or kind.startswith("Wrong"):
-        known = UsageError
-    made = known if isinstance(known, type) and issubclass(known, StatekitError) else StatekitError
+        named = UsageError
+    error = named if isinstance(named, type) and issubclass(named, StatekitError) else StatekitError
     parts = {name: problem.get(name) for name in ("place", "expected", "found")}
-    return made(str(problem.get("subject", "")), **parts, remedy=problem.get("remedy") or "")
+    return error(str(problem.get("subject", "")), **parts, remedy=problem.get("remedy") or "")

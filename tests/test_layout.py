@@ -95,8 +95,12 @@ UNSAYING = {"own", "found", "held", "told"}
 """What a variable may not be called: such a name says whose it is or where it came from, and not what it holds."""
 
 
-def unsaying(text: str) -> list[str]:
-    """Returns the variables and parameters of a module that don't say what they hold; errors have a keyword `found`."""
+PRONOUNS = {"one", "said", "known", "what", "each", "made", "there", "ours", "theirs", "mine", "beside"}
+"""What a variable of the package may not be called; records keep their fields, which are public."""
+
+
+def variables(text: str) -> list[str]:
+    """Returns the names that a module assigns to, fields of records aside."""
     nodes = list(ast.walk(ast.parse(text)))
     fields = {
         part.target
@@ -106,9 +110,24 @@ def unsaying(text: str) -> list[str]:
         if isinstance(part, ast.AnnAssign)
     }
     stored = [n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-    variables = [n.id for n in stored if n not in fields]
-    params = [n.arg for n in nodes if isinstance(n, ast.arg) and n.arg != "found"]
-    return [name for name in (*variables, *params) if name in UNSAYING]
+    return [n.id for n in stored if n not in fields]
+
+
+def unsaying(text: str) -> list[str]:
+    """Returns the variables and parameters of a module that don't say what they hold; errors have a keyword `found`."""
+    params = [n.arg for n in ast.walk(ast.parse(text)) if isinstance(n, ast.arg) and n.arg != "found"]
+    return [name for name in (*variables(text), *params) if name in UNSAYING]
+
+
+def test_variables_of_the_package_are_nouns() -> None:
+    modules = [path for top in ("statekit", *HOMES.values()) for path in sorted((ROOT / top).rglob("*.py"))]
+    assert len(modules) > 400
+    named = {path: PRONOUNS & {*variables(path.read_text(encoding="utf-8"))} for path in modules}
+    assert {f"{path.relative_to(ROOT)}": names for path, names in named.items() if names} == {}
+
+
+def test_a_pronoun_is_noticed() -> None:
+    assert PRONOUNS & {*variables("class A:\n    what: str\n\nfor one in (): ...\n")} == {"one"}
 
 
 def test_variables_say_what_they_hold() -> None:

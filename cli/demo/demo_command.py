@@ -158,13 +158,13 @@ def t5_picture(run: t5.Run, ways: Mapping[str, t5.Continued]) -> str:
     losses_by_step = {
         n: float(loss / weight) for n, (loss, weight) in enumerate(zip(losses, tokens, strict=True), 1)
     }
-    ours = {n: loss / float(tokens[n - 1]) for n, loss in ways[t5.GOES_ON].losses.items()}
+    torch_losses = {n: loss / float(tokens[n - 1]) for n, loss in ways[t5.GOES_ON].losses.items()}
     panels = (
         Panel(
             "loss per token",
             (
                 Curve("T5X", losses_by_step, "#8c959f"),
-                Curve("PyTorch", ours, colors[t5.GOES_ON], True),
+                Curve("PyTorch", torch_losses, colors[t5.GOES_ON], True),
             ),
         ),
         Panel(
@@ -259,9 +259,9 @@ def _differences(recording: Recording, run: Sequence[Values]) -> Iterator[Row]:
     """Yields how far each parameter and slot is, after each update, from what T5X recorded."""
     judge, first = recording.trajectories[0], (recording.checkpoint_step or 0) + 1
     before = recording.state(first - 1, judge, first)
-    for update, ours in enumerate(run, first):
+    for update, update_values in enumerate(run, first):
         recorded = recording.state(update, judge, update)
-        for path, values in ours.items():
+        for path, values in update_values.items():
             old, new = _named(before, path), _named(recorded, path)
             for name, tensor in new.items():
                 yield compare(update, path, name, values[name], tensor.read(), old[name].read(), EVERYTHING)

@@ -200,8 +200,8 @@ def _moved(run: Run, model: Any, mapped: Sequence[Mapped]) -> Iterator[float]:
     for tensor in mapped:
         [source], weight = tensor.sources, weights[tensor.target.replace("/", ".")].detach().numpy()
         before, after = (recorded[f"{n}/param/{source}"].astype(np.float64) for n in (first, last))
-        ours = weight.T if "transposed" in tensor.operations else weight
-        yield float(np.linalg.norm(ours - after) / np.linalg.norm(after - before))
+        array = weight.T if "transposed" in tensor.operations else weight
+        yield float(np.linalg.norm(array - after) / np.linalg.norm(after - before))
 
 
 def errors(run: Run, continued: Continued) -> dict[int, float]:

@@ -46,12 +46,12 @@ def engine_of(text: str) -> Engine:
 
 def place_of_work(target: Place, place: Path | None) -> Path:
     """Returns a work's folder: as named, else beside the target."""
-    beside = (
+    neighbour = (
         Path(f"{target.name}.work")
         if not isinstance(target, Path)
         else target.with_name(f"{target.name}.work")
     )
-    return beside if place is None else place
+    return neighbour if place is None else place
 
 
 def carried_out_on(

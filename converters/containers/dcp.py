@@ -65,8 +65,8 @@ class Folder:
             others: Names of the container's files that aren't the folder's own.
         """
         notes = [Finding(note, f"{self.path / METADATA}") for note in self.contents.notes]
-        beside = files_beside(self.path, self._names | {*others}, self.files)
-        meta = {**self._meta, STEPS: steps, FILES_BESIDE: beside}
+        other_files = files_beside(self.path, self._names | {*others}, self.files)
+        meta = {**self._meta, STEPS: steps, FILES_BESIDE: other_files}
         findings = (*notes, *self.findings)
         return Checkpoint(
             container, self.path, named(tree), meta, step, findings, self.files.close, is_numbered=False

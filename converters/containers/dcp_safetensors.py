@@ -85,8 +85,8 @@ class DcpSafetensors:
                 key.removeprefix(PREFIX): tensor for key, tensor in whole.tensors.items() if key not in model
             }
             tree = named({"model": model, "optimizer": {**_options(path, files), **slots}})
-            beside = files_beside(path, {OPTIONS, *whole.files}, files)
-        meta = {SORTED: whole.is_sorted, FILES_BESIDE: beside}
+            other_files = files_beside(path, {OPTIONS, *whole.files}, files)
+        meta = {SORTED: whole.is_sorted, FILES_BESIDE: other_files}
         return Checkpoint(self.name, path, tree, meta, findings=whole.findings, on_close=files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:

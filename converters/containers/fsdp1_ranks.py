@@ -69,8 +69,8 @@ class FsdpRanks(ReadOnly):
             ranks = [checkpoint.tree for checkpoint in opened]
             _check(path, [_number(file) for file in entries], ranks)
             tree = named(_joined(path, ranks))
-            beside = files_beside(path, {file.name for file in entries}, files)
-        meta = {"ranks": len(ranks), FILES_BESIDE: beside}
+            other_files = files_beside(path, {file.name for file in entries}, files)
+        meta = {"ranks": len(ranks), FILES_BESIDE: other_files}
         findings = tuple(finding for checkpoint in opened for finding in checkpoint.findings)
         return Checkpoint(self.name, path, tree, meta, findings=findings, on_close=files.close)
 
@@ -113,16 +113,16 @@ def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
         raise FormatError("Names and shapes of a flat parameter don't fit.", place=path)
     spans = list(_spans(fqns, [tuple(shape) for shape in shapes]))
     groups = [_group(rank, path) for rank in ranks]
-    slots, beside = _cut_and_whole(records := [_record(rank, path) for rank in ranks])
+    slots, uncut = _cut_and_whole(records := [_record(rank, path) for rank in ranks])
     check_one_step(
         [
-            (path / f"rank{number}.pt", {**group, **{slot: record.get(slot) for slot in beside}})
+            (path / f"rank{number}.pt", {**group, **{slot: record.get(slot) for slot in uncut}})
             for number, (group, record) in enumerate(zip(groups, records, strict=True))
         ]
     )
     whole = [rank["flat_param_shard"] for rank in ranks]
     state = {
-        name: {**beside, **{slot: _part(pieces, at, shape, path) for slot, pieces in slots.items()}}
+        name: {**uncut, **{slot: _part(pieces, at, shape, path) for slot, pieces in slots.items()}}
         for name, at, shape in spans
     }
     return {

@@ -77,8 +77,8 @@ class KerasZip:
             proof, findings = documents(weights, path, files)
             tree = {ATTRIBUTES: {**weights.pop(ATTRIBUTES, {}), **documents_read}, **weights}
             others = sorted(members.keys() - {CONFIG, VERSIONS, WEIGHTS})
-            beside = (Finding("a member that isn't read", f"{name} in {path}") for name in others)
-            findings = (*findings, *beside)
+            unread = (Finding("a member that isn't read", f"{name} in {path}") for name in others)
+            findings = (*findings, *unread)
             tree = _checked(tree, archive)
         meta = {"keras_version": documents_read.get(VERSIONS, {}).get("keras_version"), "not_read": others}
         return Checkpoint(self.name, path, tree, meta, None, findings, files.close, proof=proof)

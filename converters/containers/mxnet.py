@@ -100,8 +100,8 @@ def find_pair(path: Place, step: int | None = None) -> Pair:
     if not path.is_file() and not path.is_dir():
         raise NotFoundError("There is no such file.", place=path, expected=f"a {STATES} or {PARAMS}")
     is_states = path.is_file() and path.suffix != PARAMS and is_states_file(path)
-    beside, how = _partner(path, PARAMS if is_states else STATES)
-    states, params = (path, beside) if is_states else (beside, path)
+    partner, how = _partner(path, PARAMS if is_states else STATES)
+    states, params = (path, partner) if is_states else (partner, path)
     return Pair(states, params, how, number)
 
 
@@ -179,8 +179,8 @@ def _without_numbers(
     if not states:
         return Pair(None, _only(params, folder, PARAMS, _is_gluon), f"{PARAMS} in the folder")
     chosen = pairs[0] if len(pairs) == 1 else _only(states, folder, STATES, _holds_optimizer)
-    beside, how = _partner(chosen, PARAMS)
-    return Pair(chosen, beside, f"{chosen.name} in the folder, {how}")
+    partner, how = _partner(chosen, PARAMS)
+    return Pair(chosen, partner, f"{chosen.name} in the folder, {how}")
 
 
 def _partner(path: Place, suffix: str) -> tuple[Place | None, str]:

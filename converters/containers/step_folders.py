@@ -247,8 +247,8 @@ def step_checkpoint(
         files: Its open files, closed with it.
     """
     gin, gin_findings = gin_settings(step_folder.path, files)
-    beside = files_beside(step_folder.path, known, files) if step_folder.path.is_dir() else []
-    around = {STEPS: list(step_folder.steps), FILES_BESIDE: beside, "gin": gin}
+    other_files = files_beside(step_folder.path, known, files) if step_folder.path.is_dir() else []
+    around = {STEPS: list(step_folder.steps), FILES_BESIDE: other_files, "gin": gin}
     around |= {CONFIG: config} if (config := _yaml_beside(step_folder.path, files)) else {}
     findings = (*step_folder.findings, *findings, *gin_findings)
     meta = {**meta, **around}

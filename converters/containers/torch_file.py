@@ -254,8 +254,8 @@ def _names_of(folder: Place, halves: Halves) -> Mapping[str, str]:
         return {
             part: name for part, name in halves.parts.items() if CONTAINER.detect(folder / name) is not None
         }
-    beside = {name.partition(".")[0]: name for name in BESIDE if (folder / name).is_file()}
-    return {**halves.parts, **({} if halves.steps else beside)}
+    files = {name.partition(".")[0]: name for name in BESIDE if (folder / name).is_file()}
+    return {**halves.parts, **({} if halves.steps else files)}
 
 
 def _configured(folder: Place, files: Files) -> dict[str, str]:

@@ -175,8 +175,8 @@ def _lacking(parts: Mapping[str, Sequence[_OfRank]]) -> Iterator[str]:
     )
     count = max(max(file.ranks, file.rank + 1) for of_ranks in parts.values() for file in of_ranks)
     for part, of_ranks in parts.items():
-        there = {file.rank for file in of_ranks}
-        yield from (f"the file {part} of rank {rank}" for rank in range(count) if rank not in there)
+        ranks = {file.rank for file in of_ranks}
+        yield from (f"the file {part} of rank {rank}" for rank in range(count) if rank not in ranks)
 
 
 def of_rank(name: str) -> str:
@@ -346,5 +346,7 @@ def _networks(policy: Mapping[Any, Tree], names: Sequence[str]) -> dict[str, Tre
     inside = {name: {key for key, module in modules.items() if module == name} for name in names}
     rest = policy.keys() - targets - {key for keys in inside.values() for key in keys}
     whole = next((name for name in names if not inside[name]), _REST)
-    each = {**inside, whole: rest, _TARGETS: targets}
-    return {name: {key: policy[key] for key in policy if key in keys} for name, keys in each.items() if keys}
+    networks = {**inside, whole: rest, _TARGETS: targets}
+    return {
+        name: {key: policy[key] for key in policy if key in keys} for name, keys in networks.items() if keys
+    }

@@ -77,8 +77,12 @@ class Icefall:
         parts = find_parts(checkpoint)
         if parts is None or not all("scalar_lr_scale" in group for group in parts.groups):
             return None
-        ours = any({"delta", "exp_avg_sq"} <= record.keys() for record in parts.state.values())
-        return Evidence(20, "delta and exp_avg_sq under an optimizer with scalar_lr_scale") if ours else None
+        has_delta = any({"delta", "exp_avg_sq"} <= record.keys() for record in parts.state.values())
+        return (
+            Evidence(20, "delta and exp_avg_sq under an optimizer with scalar_lr_scale")
+            if has_delta
+            else None
+        )
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state, each batch split into its members."""

@@ -199,15 +199,15 @@ def _differing_names(
     run: LiveRun, opened: OpenState, state: TrainState, right: TrainState
 ) -> Mapping[str, str]:
     """Returns a checkpoint's names by the live run's, where wrappers or the model's library make them differ."""
-    ours = [*state.params, *_buffers(state)]
-    names = wrapped_names(ours, [*right.params, *_buffers(right)])
-    return names or ({} if run.maps else saved_under(opened, ours))
+    live_names = [*state.params, *_buffers(state)]
+    names = wrapped_names(live_names, [*right.params, *_buffers(right)])
+    return names or ({} if run.maps else saved_under(opened, live_names))
 
 
 def _remembered_in(right: TrainState, remembered: Mapping[str, str]) -> dict[str, str]:
     """Returns the remembered names that the checkpoint has, by the caller's."""
     paths = {path_of(name) for name in (*right.params, *_buffers(right))}
-    return {ours: theirs for ours, theirs in remembered.items() if path_of(theirs) in paths}
+    return {key: native for key, native in remembered.items() if path_of(native) in paths}
 
 
 def _has_weights_alone(right: TrainState, live: TrainState) -> bool:
@@ -314,17 +314,17 @@ def _under_rule_of(right: TrainState, live: TrainState) -> tuple[TrainState, lis
         or WEIGHTS in (right.optimizer.schema, live.optimizer.schema)
     ):
         return right, []
-    (schema, theirs), (live_schema, mine) = right.optimizer.kinds[0], live.optimizer.kinds[0]
-    if schema != live_schema or theirs == mine or theirs is None or mine is None:
+    (schema, variant), (live_schema, live_variant) = right.optimizer.kinds[0], live.optimizer.kinds[0]
+    if schema != live_schema or variant == live_variant or variant is None or live_variant is None:
         return right, []
-    change = change_rule(right, theirs, mine)
+    change = change_rule(right, variant, live_variant)
     worse = [difference for difference in change.differences if difference.exactness > Exactness.ROUNDING]
     return change.state, [
         fault(
             "rule",
             [rule_difference.what],
-            f"{rule_difference.source} ({theirs})",
-            f"{rule_difference.target} ({mine})",
+            f"{rule_difference.source} ({variant})",
+            f"{rule_difference.target} ({live_variant})",
         )
         for rule_difference in worse
     ]

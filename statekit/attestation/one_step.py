@@ -126,16 +126,18 @@ def _of_files(opened: OpenState, read: Readings) -> Iterator[Finding]:
     by_kind: dict[str, list[Any]] = {}
     meaning = registry.layout(opened.layout)
     seen = meaning.examine(opened.checkpoint, opened.state) if isinstance(meaning, Examines) else ()
-    for one in (*opened.checkpoint.findings, *seen):
+    for entry in (*opened.checkpoint.findings, *seen):
         name = (
-            "damaged" if one.damage else {"mixed": "files", "absent": "values-absent"}.get(one.kind, one.kind)
+            "damaged"
+            if entry.damage
+            else {"mixed": "files", "absent": "values-absent"}.get(entry.kind, entry.kind)
         )
-        by_kind.setdefault(name, []).append(one)
+        by_kind.setdefault(name, []).append(entry)
     expected = {"files": "files of one step, whole", "damaged": "what was written", UNREAD: _ALL_READ}
-    for name, each in by_kind.items():
-        for what in dict.fromkeys(one.what for one in each) if name else ():
-            where = [finding.place for finding in each if finding.what == what]
-            yield fault(name, where, expected.get(name, "values of the run"), what)
+    for name, group in by_kind.items():
+        for sentence in dict.fromkeys(entry.what for entry in group) if name else ():
+            where = [finding.place for finding in group if finding.what == sentence]
+            yield fault(name, where, expected.get(name, "values of the run"), sentence)
     for error in dict.fromkeys(read.damaged.values()):
         where = [place(key) for key, damage in read.damaged.items() if damage is error]
         yield fault("damaged", where, "what was written", error.line)
@@ -185,8 +187,8 @@ def _negative(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Findin
     squares = {path: _squares(state, group) for group in state.optimizer.groups for path in group.paths}
     wrong = [
         place((path, name))
-        for path, name, one in _keys(state, read)
-        if one.is_negative and name in squares.get(path, ())
+        for path, name, reading in _keys(state, read)
+        if reading.is_negative and name in squares.get(path, ())
     ]
     if wrong:
         yield fault("second-moment-negative", wrong, "zero or more", "less than zero")
@@ -206,12 +208,12 @@ def _before_any_update(state: TrainState, readings: Sequence[tuple[str, str, Rea
 
 def _zero(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     """Yields moments that are zero after updates, and those that aren't before any."""
-    each = list(_keys(state, read))
+    moments = list(_keys(state, read))
     if not state.counts.updates:
-        yield from _before_any_update(state, each)
+        yield from _before_any_update(state, moments)
         return
     due: dict[str, dict[str, Reading]] = {}
-    for path, name, reading in each:
+    for path, name, reading in moments:
         if state.counts.updates >= _first_value(state, path, name):
             due.setdefault(name, {})[path] = reading
     if is_native(state.optimizer.schema) and not _are_lost(state, due):
@@ -232,8 +234,8 @@ def _are_lost(state: TrainState, readings: Mapping[str, Mapping[str, Reading]]) 
     """
     telling = [
         reading
-        for name, each in readings.items()
-        for path, reading in each.items()
+        for name, values in readings.items()
+        for path, reading in values.items()
         if reading.size and state.slots[path][name].dtype.kind != "b"
     ]
     return bool(telling) and all(reading.is_zero for reading in telling)
@@ -425,7 +427,9 @@ def _narrow(state: TrainState) -> Iterator[Finding]:
 
 
 def _masters(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
-    stale = {path: one for path, name, one in _keys(state, read) if name == MASTER and one.unrounded}
+    stale = {
+        path: reading for path, name, reading in _keys(state, read) if name == MASTER and reading.unrounded
+    }
     if stale:
         (first, *_) = stale.values()
         where = [f"slots/{path}/{MASTER}" for path in stale]

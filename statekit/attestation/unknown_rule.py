@@ -279,14 +279,14 @@ def _unsaid(
     right: Mapping[str, Mapping[str, object]], live: Mapping[str, Mapping[str, object]]
 ) -> Iterator[str]:
     """Yields options that one side doesn't say, as a file of an earlier release with fewer of them."""
-    for side, one, other in (("the live run", right, live), ("the checkpoint", live, right)):
-        if one and not other:
+    for side, group_values, other in (("the live run", right, live), ("the checkpoint", live, right)):
+        if group_values and not other:
             yield f"options: {side} has none"
         names = {
             name: None
-            for path, said in one.items()
+            for path, value in group_values.items()
             if path in other
-            for name in said
+            for name in value
             if name not in other[path]
         }
         for name in names:

@@ -141,7 +141,7 @@ def unread(
         findings.append(Finding(f"{looks}{LOST}nothing reads it", places[0], kind=UNREAD))
     is_picked = ref.optimizer_key is not None or ref.model_key is not None
     inside = () if state is None else _inside(state, run, is_picked)
-    return (*findings, *(Finding(what, f"{checkpoint.path}", kind=UNREAD) for what in inside))
+    return (*findings, *(Finding(sentence, f"{checkpoint.path}", kind=UNREAD) for sentence in inside))
 
 
 def _of_other_ranks(checkpoint: Checkpoint, is_read: Callable[[Place], bool]) -> Iterator[Finding]:
@@ -183,12 +183,12 @@ def contents_without_optimizer(findings: Iterable[Finding], run: RunState) -> st
         findings: Those of the checkpoint.
         run: What its records say of the run.
     """
-    there = [finding.what.partition(LOST)[0] for finding in findings if finding.kind == UNREAD]
+    contents = [finding.what.partition(LOST)[0] for finding in findings if finding.kind == UNREAD]
     averages = [part.place for part in run.parts if part.what == "averages"]
-    if not there and not averages:
+    if not contents and not averages:
         return NO_OPTIMIZER
-    there += [f"an average ({some(averages)})"] if averages else []
-    return f"weights, and no optimizer's state that is read; {'; '.join(there)}"
+    contents += [f"an average ({some(averages)})"] if averages else []
+    return f"weights, and no optimizer's state that is read; {'; '.join(contents)}"
 
 
 def _looks_like(half: Half, count: int = 1) -> str:
@@ -286,9 +286,7 @@ def _halves_of(run: RunState) -> set[Half]:
     """Returns the halves that a state has in its records."""
     parts = {part.what for part in run.parts}
     names: dict[str, Half] = {"scaler": "scaler", "averages": "average"}
-    return {half for what, half in names.items() if what in parts} | (
-        {"schedule"} if run.schedules else set()
-    )
+    return {half for key, half in names.items() if key in parts} | ({"schedule"} if run.schedules else set())
 
 
 def _beside_folder(top: Place) -> Iterator[Place]:
@@ -314,17 +312,17 @@ def _entries_in(folder: Place, *, deeper: bool = False) -> Iterator[Place]:
 
 def _may_belong(name: str, top: str) -> bool:
     """Tells whether two names may be of one step: they share a number, or one has none."""
-    whole = (_RATE.sub("", each) for each in (name, top))
-    numbers = [{int(digits) for digits in re.findall(r"\d{1,18}", each)} for each in whole]
+    whole = (_RATE.sub("", stem) for stem in (name, top))
+    numbers = [{int(digits) for digits in re.findall(r"\d{1,18}", stem)} for stem in whole]
     return not all(numbers) or bool(numbers[0] & numbers[1])
 
 
 def _belongs(name: str, top: str, is_there: bool) -> bool:
     """Tells whether a file beside a whole run is that run's, by its name."""
-    ours, theirs = (
+    weight_shapes, state_shapes = (
         {w for w in _words(name_of_file.partition(".")[0]) if w not in _WORDS} for name_of_file in (top, name)
     )
-    return (bool(theirs) and ours == theirs) or (not theirs and not is_there)
+    return (bool(state_shapes) and weight_shapes == state_shapes) or (not state_shapes and not is_there)
 
 
 def _holds_data(path: Place) -> bool:
@@ -359,10 +357,15 @@ def _inside(state: TrainState, run: RunState, is_picked: bool) -> Iterator[str]:
 def _slots_among(state: TrainState) -> Iterator[str]:
     """Yields the names of weights, and of what lies beside them, that an optimizer's slots have."""
     segments = {path: tuple(_SEGMENTS.findall(path)) for path in state.params}
-    there = {*segments.values()}
+    all_names = {*segments.values()}
     for path, names in segments.items():
         first = path.partition("/")[0]
-        if half_of(first) == "optimizer" or first == "slots" or _SLOTS & {*names} or _has_twin(names, there):
+        if (
+            half_of(first) == "optimizer"
+            or first == "slots"
+            or _SLOTS & {*names}
+            or _has_twin(names, all_names)
+        ):
             yield path
     for keys, leaf in walk(dict(state.extra)):
         places = [str(key) for key in keys]
@@ -446,8 +449,8 @@ def disagreements(checkpoint: Checkpoint, state: TrainState) -> tuple[Finding, .
         state: The state that it decodes to.
     """
     return tuple(
-        Finding(what, f"{checkpoint.path}", kind="mixed")
-        for what in (*_of_records(checkpoint), *_of_counts(checkpoint, state))
+        Finding(sentence, f"{checkpoint.path}", kind="mixed")
+        for sentence in (*_of_records(checkpoint), *_of_counts(checkpoint, state))
     )
 
 
@@ -544,8 +547,8 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     may_skip = any(part.what in ("scaler", "accumulation") for part in run.parts)
     if record is not None:
         expected = record.step - _count_at(checkpoint, "skipped") + _count_at(checkpoint, "ahead")
-        made = {updates, _made_by_all(state, run.optimizers)}
-        if expected not in made and not (may_skip and updates < expected):
+        totals = {updates, _made_by_all(state, run.optimizers)}
+        if expected not in totals and not (may_skip and updates < expected):
             yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
     elif name is not None and not may_skip and _is_of_another_step(name.step, state):
         yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_why('the name')}"
@@ -595,8 +598,8 @@ def _named(checkpoint: Checkpoint) -> Said | None:
 def _recorded(checkpoint: Checkpoint) -> Said | None:
     """Returns the step that a trainer's record says."""
     steps = _steps_of(checkpoint)
-    path, beside = tuple(steps.get("record", ())), steps.get("record_beside")
-    if not path or (beside is not None and beside not in checkpoint.tree):
+    path, neighbour = tuple(steps.get("record", ())), steps.get("record_beside")
+    if not path or (neighbour is not None and neighbour not in checkpoint.tree):
         return None
     step = at(checkpoint.tree, path)
     return Said(step, "/".join(map(str, path))) if type(step) is int else None

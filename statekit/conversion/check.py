@@ -190,10 +190,10 @@ def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> Checked
     ]
     if others := [path for path in files if path not in by_manifest]:
         tensors = list(_read_tensors(checkpoint, tell))
-        beside = list(_read_files(others, _places_of_tensors(checkpoint), checkpoint, budget))
-        items += [*tensors, *beside]
+        other_files = list(_read_files(others, _places_of_tensors(checkpoint), checkpoint, budget))
+        items += [*tensors, *other_files]
         faults += [(item.fault, item.name) for item in tensors if item.fault]
-        faults += [(item.fault, f"{base / item.name}") for item in beside if item.fault]
+        faults += [(item.fault, f"{base / item.name}") for item in other_files if item.fault]
     return CheckedCheckpoint(
         checkpoint.path,
         checkpoint.container,

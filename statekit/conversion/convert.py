@@ -216,7 +216,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
         passed = passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
-        known = damage_at_opening(checkpoint)
+        found_damage = damage_at_opening(checkpoint)
         has_masters = goes_on_with_masters(plan, prepared)
         records = kept_fields(plan, prepared)
         lineage: list[dict[str, Any]] = []
@@ -238,7 +238,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
 
         @cache
         def damage() -> Faults:  # of files, once their tensors have been read
-            return Faults([*known, *file_faults(source_digests(rest, passed, stage.tensors))])
+            return Faults([*found_damage, *file_faults(source_digests(rest, passed, stage.tensors))])
 
         with (
             proving_files(
@@ -268,7 +268,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
                     lineage.append(entry)
                     if not plan.request.ref.accept_damaged:
                         check_no_damage(wrong, neighbour.checkpoint.path)
-                    known += wrong
+                    found_damage += wrong
                 rest.update(digests_of(rest_of(checkpoint, passed), tell))
                 judge(changed(checkpoint, rest))
                 if has_masters and not plan.request.ref.accept_damaged:

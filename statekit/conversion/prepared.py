@@ -263,7 +263,7 @@ def _prepared(request: Request) -> Plan:
     container, implied = choose_container(request.target, request.to)
     container = written_as(container, request.target)
     opened = _opened(request)
-    beside: tuple[OpenState, ...] = ()
+    neighbours: tuple[OpenState, ...] = ()
     try:
         state, changes = _changed(opened, request)
         card, passed_over, state = _layout_for(container, state, opened, request, implied)
@@ -274,7 +274,7 @@ def _prepared(request: Request) -> Plan:
             state = state.each(decoded)
         maps = _knowing(request.maps, opened)
         state, mapped = carried_through(state, maps) if maps else (state, ())
-        state, changes, beside = _with_missing(state, changes, opened, request)
+        state, changes, neighbours = _with_missing(state, changes, opened, request)
         carried, rule_change = state, rule_change_to(card, state, opened.layout)
         makers = registry.layout_card(opened.layout).variants
         if rule_change is not None:
@@ -311,13 +311,15 @@ def _prepared(request: Request) -> Plan:
         )
         plan.check()
         plan = _with_next_update(replace(plan, findings=(*plan.findings, *_losses(opened, state, card))))
-        files = {name: fact for one in (opened, *beside) for name, fact in _stats_of(one.checkpoint).items()}
+        files = {
+            name: fact for part in (opened, *neighbours) for name, fact in _stats_of(part.checkpoint).items()
+        }
     except BaseException:
-        for one in (opened, *beside):
-            one.close()
+        for part in (opened, *neighbours):
+            part.close()
         raise
     _WAITING[id(plan)] = Prepared(
-        opened, state, container, layout, encoded, files, reads, beside, carried, rule_change
+        opened, state, container, layout, encoded, files, reads, neighbours, carried, rule_change
     )
     finalize(plan, _close, id(plan))
     return plan
@@ -535,11 +537,11 @@ def _with_missing(
 
     model = open_beside(request.changes.init_missing, request.ref, opened.budget)
     try:
-        state, made = begun_from(state, model.state)
+        state, change = begun_from(state, model.state)
     except BaseException:
         model.close()
         raise
-    return state, (*changes, made), (model,)
+    return state, (*changes, change), (model,)
 
 
 def _trust(said: CheckpointRef) -> CheckpointRef:

@@ -71,7 +71,7 @@ def of_checkpoint(opened: OpenState) -> SavedRun:
     checkpoint = opened.checkpoint
     path, parts, manifest = checkpoint.path, checkpoint.parts, checkpoint.manifest
     folder = parts[0].parent if parts else path
-    beside = parts or listing(path)
+    files = parts or listing(path)
     # A manifest that `seal` wrote says nothing of the state: the checkpoint is as its own system made it.
     converted = bool(manifest and manifest["state"])
     return SavedRun(
@@ -79,7 +79,7 @@ def of_checkpoint(opened: OpenState) -> SavedRun:
         opened.layout,
         path,
         None,
-        tuple(part.relative_to(folder).as_posix() for part in beside if part.is_relative_to(folder)),
+        tuple(part.relative_to(folder).as_posix() for part in files if part.is_relative_to(folder)),
         tuple(checkpoint.tensors),
         tuple(empty_names(checkpoint.tree)),
         run_of(opened.state.extra),
@@ -208,10 +208,10 @@ def module_map(source: tuple[str, str], target: tuple[str, str] | str) -> str | 
     def whose(container: str, layout: str) -> str | None:
         return modules.get(layout, modules.get(container))
 
-    here, there = whose(*source), target if isinstance(target, str) else whose(*target)
-    if here is None or there is None or here == there:
+    source_modules, target_modules = whose(*source), target if isinstance(target, str) else whose(*target)
+    if source_modules is None or target_modules is None or source_modules == target_modules:
         return None
-    pair = f"{here}:{there}"
+    pair = f"{source_modules}:{target_modules}"
     return pair if pair in map_names() else None
 
 

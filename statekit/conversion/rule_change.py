@@ -257,13 +257,13 @@ def _dtypes(state: TrainState, group: Group, values: Mapping[str, Any], target: 
         slots = schema.hyperparameters[name].get("decides", {}).get("dtype", ())
         if not slots or not isinstance(value, str) or value in DTYPES:
             continue
-        there = {
+        stored = {
             slot.dtype.name
             for path in group.paths
             for slot_dtype, slot in state.slots.get(path, {}).items()
             if slot_dtype in slots
         }
-        dtypes[name] = there.pop() if len(there) == 1 else schema.variant(target)["defaults"][name]
+        dtypes[name] = stored.pop() if len(stored) == 1 else schema.variant(target)["defaults"][name]
     return dtypes
 
 
@@ -335,7 +335,7 @@ class Bridge:
         if _EXCLUDED in values:
             values[_EXCLUDED], spared = self._spared(group, settings, values[_EXCLUDED])
         offered = self.schema.variant(self.source)["defaults"]
-        known = {
+        evidence = {
             # What the source doesn't offer follows from its rule.
             name: group.known_from.get(name, "assumed" if name in offered else "inferred")
             for name in values
@@ -343,7 +343,7 @@ class Bridge:
         missed, shift = self._missed(settings, values, covered)
         return _Side(
             values,
-            known,
+            evidence,
             (*self._forms(settings, covered), *missed, *spared),
             (
                 *(bridge["because"] for bridge in bridges),
@@ -356,11 +356,11 @@ class Bridge:
         """Returns the source's hyperparameters, as far as they are known or usual."""
         usual = {**self.schema.settings(self.source), **dict.fromkeys(RATE_NAMES)}
         shown = {name: True if self._is_boolean(name) else UNKNOWN for name in on}
-        known = {
+        values = {
             name: value if name in RATE_NAMES else scalar(value)
             for name, value in group.hyperparameters.items()
         }
-        return {**usual, **known, **shown}
+        return {**usual, **values, **shown}
 
     def _bridges(self, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Returns what hyperparameters make up for, of such a run."""
@@ -377,15 +377,17 @@ class Bridge:
         bridges = self._bridges(settings)
         because = {key: bridge["because"] for bridge in bridges for key in bridge["covers"]}
         worse = {difference.what: difference for difference in side.differences}
-        here, there = (variant_constants(self.schema.name, variant) for variant in (self.source, self.target))
+        sources, targets = (
+            variant_constants(self.schema.name, variant) for variant in (self.source, self.target)
+        )
         for key, spec in self.schema.data["differences"].items():
-            fate, why = self._fate(key, spec, (here[key], there[key]), worse, because, settings)
-            yield Compared(key, here[key], there[key], fate, why)
-        theirs = {**self.schema.settings(self.target), **side.values}
+            fate, why = self._fate(key, spec, (sources[key], targets[key]), worse, because, settings)
+            yield Compared(key, sources[key], targets[key], fate, why)
+        target_values = {**self.schema.settings(self.target), **side.values}
         for name, spec in self.schema.hyperparameters.items():
             if name in RATE_NAMES and name not in because:
                 continue
-            values = settings.get(name), theirs.get(name)
+            values = settings.get(name), target_values.get(name)
             fate, why = self._fate(name, spec, values, worse, because, settings)
             if side.shift and "instead" in spec:
                 fate, why = "compensated", "it is taken off the count of updates"
@@ -439,9 +441,9 @@ class Bridge:
     def _fits(self, bridge: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
         if any(among(settings[name], values) for name, values in bridge.get("unless", {}).items()):
             return False
-        here = {**settings, **variant_constants(self.schema.name, self.source)}
-        there = variant_constants(self.schema.name, self.target)
-        return _meets(here, bridge["from"]) and _meets(there, bridge["to"])
+        origin = {**settings, **variant_constants(self.schema.name, self.source)}
+        targets = variant_constants(self.schema.name, self.target)
+        return _meets(origin, bridge["from"]) and _meets(targets, bridge["to"])
 
     def _carried(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the target's hyperparameters as the source behaves, or would with its defaults; never a rate."""
@@ -460,8 +462,8 @@ class Bridge:
         """
         of_rate = self.schema.data["differences"].get("weight_decay_form", {}).get("of_rate", ())
         powers = [
-            1.0 if form.get("weight_decay_form") in of_rate else float(known.get(_EXPONENT) or 0.0)
-            for form, known in (
+            1.0 if form.get("weight_decay_form") in of_rate else float(hyperparameters.get(_EXPONENT) or 0.0)
+            for form, hyperparameters in (
                 (variant_constants(self.schema.name, self.source), settings),
                 (variant_constants(self.schema.name, self.target), values),
             )
@@ -491,23 +493,28 @@ class Bridge:
         return value if not same_kind else None if usual is None else type(usual)(same_kind[0])
 
     def _forms(self, settings: Mapping[str, Any], covered: set[str]) -> Iterator[Difference]:
-        here, there = (variant_constants(self.schema.name, side) for side in (self.source, self.target))
+        before, after = (variant_constants(self.schema.name, side) for side in (self.source, self.target))
         for key, spec in self.schema.data["differences"].items():
-            alike = any({here[key], there[key]} <= set(some) for some in spec.get("alike", ()))
-            if here[key] != there[key] and not alike and key not in covered and self._matters(spec, settings):
+            alike = any({before[key], after[key]} <= set(some) for some in spec.get("alike", ()))
+            if (
+                before[key] != after[key]
+                and not alike
+                and key not in covered
+                and self._matters(spec, settings)
+            ):
                 exactness = EFFECTS[spec["effect"]]
-                yield Difference(key, here[key], there[key], exactness, spec.get("measured", ""))
+                yield Difference(key, before[key], after[key], exactness, spec.get("measured", ""))
 
     def _missed(
         self, settings: Mapping[str, Any], values: Mapping[str, Any], covered: set[str]
     ) -> tuple[list[Difference], int]:
         """Returns what hyperparameters of the source the target can't have, and what is taken off the count instead."""
-        theirs = {**self.schema.settings(self.target), **values}
+        target_values = {**self.schema.settings(self.target), **values}
         offered = {*self.schema.variant(self.target)["defaults"], *self._by_loop(settings)}
         differences, shift = [], 0
         for name, spec in self.schema.hyperparameters.items():
-            mine, other = settings[name], theirs[name]
-            how = alike(spec, mine, other)
+            value, other = settings[name], target_values[name]
+            how = alike(spec, value, other)
             if (
                 how in ("equal", "off")
                 or name in covered
@@ -515,12 +522,12 @@ class Bridge:
                 or not self._matters(spec, settings)
             ):
                 continue
-            there = {**theirs, **variant_constants(self.schema.name, self.target)}
-            if "instead" in spec and _meets(there, spec["instead"]["to"]):
-                shift = int(mine)
+            goal = {**target_values, **variant_constants(self.schema.name, self.target)}
+            if "instead" in spec and _meets(goal, spec["instead"]["to"]):
+                shift = int(value)
             elif not self._split_later(name):
                 effect = EFFECTS[spec["effect"]]
-                differences.append(Difference(name, mine, other, min(effect, _AT_WORST.get(how, effect))))
+                differences.append(Difference(name, value, other, min(effect, _AT_WORST.get(how, effect))))
         return differences, shift
 
     def _matters(self, spec: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
@@ -541,15 +548,17 @@ class Bridge:
             settings: The source's hyperparameters.
             value: What the source says, and where that means nothing, the target's own way to say so.
         """
-        here, there = self._exclusions()
-        if here == there or not {here, there} <= {*_BY_NAME} or not value:
+        source_form, target_form = self._exclusions()
+        if source_form == target_form or not {source_form, target_form} <= {*_BY_NAME} or not value:
             return value, ()
-        spared = _excluded(here, group.paths, value)
-        if there == "mask":
+        spared = _excluded(source_form, group.paths, value)
+        if target_form == "mask":
             return {path: path in spared for path in group.paths}, ()
-        if not isinstance(value, Mapping) and _excluded(there, group.paths, value) == spared:
+        if not isinstance(value, Mapping) and _excluded(target_form, group.paths, value) == spared:
             return value, ()
-        pattern, is_exact = _pattern_of(spared, group.paths, last_name if there == "last_name_regex" else str)
+        pattern, is_exact = _pattern_of(
+            spared, group.paths, last_name if target_form == "last_name_regex" else str
+        )
         none = self._spelt(_EXCLUDED, None, self.schema.variant(self.target)["defaults"][_EXCLUDED])
         names = [pattern] if pattern else none
         spec = self.schema.hyperparameters[_EXCLUDED]
@@ -563,15 +572,15 @@ class Bridge:
             variant_constants(self.schema.name, side)["decay_exclusions"]
             for side in (self.source, self.target)
         )
-        here, there = forms
-        return here, there
+        source_form, target_form = forms
+        return source_form, target_form
 
     def _split_later(self, name: str) -> bool:
         """Tells whether a hyperparameter becomes groups of their own."""
         if name != _EXCLUDED:
             return False
-        here, there = self._exclusions()
-        return here in _BY_NAME and there == "groups"
+        source_form, target_form = self._exclusions()
+        return source_form in _BY_NAME and target_form == "groups"
 
     def split(self, group: Group, old: Group) -> list[Group]:
         """Returns a group as two where the source keeps some of its parameters from weight decay by their names."""
@@ -664,11 +673,11 @@ def _recast(state: TrainState, source: str, target: str) -> tuple[TrainState, di
 
     Only where every group's decays are known; else the difference stays as it is.
     """
-    here, there = (variant_constants(state.optimizer.schema, side) for side in (source, target))
+    sources, targets = (variant_constants(state.optimizer.schema, side) for side in (source, target))
     settings = [group.hyperparameters for group in state.optimizer.groups]
     slots, done = {path: dict(tensors) for path, tensors in state.slots.items()}, {}
     for recast in RECASTS:
-        fits_forms = (here.get(recast.what), there.get(recast.what)) == (recast.source, recast.target)
+        fits_forms = (sources.get(recast.what), targets.get(recast.what)) == (recast.source, recast.target)
         if not fits_forms or not all(
             isinstance(values.get(name), float) for values in settings for name in recast.decays.values()
         ):
@@ -692,10 +701,10 @@ def _oriented(state: TrainState, source: str) -> tuple[TrainState, dict[str, Dif
     if not (turned := turned_matrices(state, source)):
         return state, {}
     schema, target = state.optimizer.schema, str(state.optimizer.variant)
-    here, there = (variant_constants(schema, variant)[_ORIENTATION] for variant in (source, target))
+    before, after = (variant_constants(schema, variant)[_ORIENTATION] for variant in (source, target))
     subject = f"{_ORIENTATION} of {some(turned)}"
     unsaid = replace(state, rules={path: rule for path, rule in state.rules.items() if path not in turned})
-    return unsaid, {subject: Difference(subject, here, there, Exactness.STATISTICS)}
+    return unsaid, {subject: Difference(subject, before, after, Exactness.STATISTICS)}
 
 
 def _relabelled(state: TrainState, target: str) -> TrainState:

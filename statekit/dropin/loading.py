@@ -260,7 +260,7 @@ def _loaded(
     framework: Framework[Target, Any], call: Call, target: Target, opened: OpenState, slots: bool
 ) -> Loaded:
     """Returns a checkpoint's state under the model's names."""
-    names, ours = framework.names(opened, call, target)
+    names, paths = framework.names(opened, call, target)
     state = as_params(opened.state)[0]
     if maps := framework.maps(call, target):
         state = carried_to_load(state, with_beside(maps, opened), call.require, slots=slots)
@@ -268,5 +268,5 @@ def _loaded(
         unread = "; ".join(odd.what for odd in opened.checkpoint.findings if odd.kind == UNREAD)
         require_resumable(state, call.path, framework.home, framework.makers, unread)
     if framework.renames:
-        state = renamed(state, names, call.path, ours)
+        state = renamed(state, names, call.path, paths)
     return Loaded(opened, state, names, call.path, {})

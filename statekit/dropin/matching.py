@@ -85,11 +85,11 @@ def _require_resumable(
             remedy=f'load_optimizer(..., variant="{prefix}{candidates[0]}"), or the one that the run used',
         )
     if variant not in candidates or schema not in makers:
-        known = {name: ", ".join(load_schema(name).stepped) for name in makers}
+        stepped = {name: ", ".join(load_schema(name).stepped) for name in makers}
         raise StateError(
             f"{home} has no optimizer that continues from this state.",
             place=place,
-            expected="; ".join(f"{name}, variant {variants}" for name, variants in known.items()),
+            expected="; ".join(f"{name}, variant {variants}" for name, variants in stepped.items()),
             found=f"{schema}, variant {variant or 'unknown'}",
         )
     if not state.slots:
@@ -109,9 +109,9 @@ def _misnamed(names: Mapping[str, str], native: Sequence[str], mine: Mapping[str
         mine: The caller's names by those in the checkpoint, of those that differ.
     """
     faults = Faults(
-        (f"is no parameter of the checkpoint, but the name of {ours}", theirs)
-        for ours, theirs in names.items()
-        if not any(f"{path_of(name)}/".startswith(f"{path_of(theirs)}/") for name in native)
+        (f"is no parameter of the checkpoint, but the name of {key}", value)
+        for key, value in names.items()
+        if not any(f"{path_of(name)}/".startswith(f"{path_of(value)}/") for name in native)
     )
     after = [path_of(mine.get(name, name)) for name in native]
     faults += [("would be the name of two parameters", name) for name in {*after} if after.count(name) > 1]
@@ -139,15 +139,17 @@ def renamed(
     names = names or _wrapped(ours, native)
     if not names:
         return state
-    ours_of = {path_of(native): path_of(ours) for ours, native in names.items()}
-    mine = {
-        name: other for name in native if (other := renamed_path(path_of(name), ours_of)) != path_of(name)
+    path_by_native = {path_of(native): path_of(name) for name, native in names.items()}
+    moved = {
+        name: other
+        for name in native
+        if (other := renamed_path(path_of(name), path_by_native)) != path_of(name)
     }
-    faults = _misnamed(names, native, mine)
+    faults = _misnamed(names, native, moved)
     faults.check(UsageError, "The names don't fit the checkpoint", place=place)
 
     def of(path: str) -> str:
-        return path_of(mine[path]) if path in mine else path
+        return path_of(moved[path]) if path in moved else path
 
     def spelled_out(group: Group) -> Group:
         schema, variant = state.optimizer.kind(group)
@@ -158,7 +160,7 @@ def renamed(
     refuse_by_name(load_schema(state.optimizer.kinds[0][0]), faults)
     extra = dict(state.extra)
     if buffers:
-        extra[BUFFERS] = {mine.get(name, name): buffer for name, buffer in buffers.items()}
+        extra[BUFFERS] = {moved.get(name, name): buffer for name, buffer in buffers.items()}
     if TIES in extra:
         extra[TIES] = {name: of(path) for name, path in extra[TIES].items()}
     after_names = replace(state, optimizer=replace(state.optimizer, groups=groups)).renamed(of)

@@ -182,11 +182,11 @@ def _factors_otherwise(state: TrainState, group: Group, change: Mapping[str, Any
     factor_map = options.get(FACTOR_MAP)
     entries = () if factor_map is None else map_entries(factor_map, FACTOR_MAP)
     for path in group.paths:
-        rule, known = (
+        rule, source = (
             rule_of(path, state.params[path].shape, variant, options, entries)[0],
             state.rules.get(path),
         )
-        if rule is not None and known is not None and rule.axes != known.axes:
+        if rule is not None and source is not None and rule.axes != source.axes:
             return True
     return False
 

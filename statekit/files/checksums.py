@@ -59,9 +59,9 @@ def zip_fault(source: File) -> str:
             members = archive.infolist()
             if min((member.header_offset for member in members), default=0):
                 return ""  # several archives, one after the other: each is opened by itself
-            for one in members:
-                if one.CRC and one.compress_type == zipfile.ZIP_STORED:
-                    with archive.open(one) as member:
+            for entry in members:
+                if entry.CRC and entry.compress_type == zipfile.ZIP_STORED:
+                    with archive.open(entry) as member:
                         while member.read(BLOCK_BYTES):
                             pass
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, RuntimeError) as error:

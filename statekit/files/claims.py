@@ -266,15 +266,15 @@ def ranks(entries: Sequence[str]) -> Callable[[str], int]:
 
 def is_complete(objects: Objects, target: str) -> bool:
     """Tells whether a target is there: one object, which is put whole, or a manifest and all files that it names."""
-    there = objects.below(target)
-    if [*there] == [target] and there[target].size:
+    objects_below = objects.below(target)
+    if [*objects_below] == [target] and objects_below[target].size:
         return True
     data = objects.read(f"{target}/{FILE}", _MOST_MANIFEST)
     try:
         manifest = parse(data or b"", target)
     except StatekitError:
         return False
-    sizes = {name: facts.size for name, facts in there.items()}
+    sizes = {name: facts.size for name, facts in objects_below.items()}
     return all(sizes.get(f"{target}/{name}") == entry["bytes"] for name, entry in manifest["files"].items())
 
 

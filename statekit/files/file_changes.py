@@ -86,7 +86,7 @@ def file_faults(
             tell(path)
     written = _time(manifest)
     is_copy = any(_time(path) > written for path in entries if path not in wrong)
-    return [_fault(path, what, written, is_copy) for path, what in wrong.items()]
+    return [_fault(path, change, written, is_copy) for path, change in wrong.items()]
 
 
 def _wrong(path: Place, entry: Mapping[str, Any], files: Files, digest: Digest | None) -> _Wrong | None:

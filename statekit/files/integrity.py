@@ -149,10 +149,10 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
         if manifest is None:
             continue
         files_named = {place.parent / name: entry for name, entry in manifest["files"].items()}
-        mine = {path: entry for path, entry in files_named.items() if _is_part(path, checkpoint)}
-        if mine or place in nearest:
+        entries = {path: entry for path, entry in files_named.items() if _is_part(path, checkpoint)}
+        if entries or place in nearest:
             is_whole = _is_whole(checkpoint, place, manifest)
-            stated = mine if _went_on(place.parent, manifest) else files_named
+            stated = entries if _went_on(place.parent, manifest) else files_named
             return Proof(place, manifest, stated, manifest["tensors"] if is_whole else {}, is_whole)
     return None
 

@@ -674,8 +674,8 @@ class Unfinished:
         spans, path = self.spans, self.path
         with Files() as files:
             file = files.source(path)
-            if what := self.around.fault(file):
-                raise CommitError(f"The written file differs from the data: it {what}.", place=path)
+            if fault := self.around.fault(file):
+                raise CommitError(f"The written file differs from the data: it {fault}.", place=path)
             rest = _field(passing.digest(file, spans), file.size, spans, passing.leaves)
         new = self.encode(sealed({**{k: v for k, v in self.manifest.items() if k != "digest"}, REST: rest}))
         if len(new) != spans[0][1]:
@@ -762,8 +762,8 @@ def whole_file_fault(file: File, rest: Mapping[str, Any], passing: Passing | Non
         rest: The manifest's field.
         passing: What took its bytes as they were read, so that they needn't be again.
     """
-    if what := size_fault(file, rest):
-        return what
+    if fault := size_fault(file, rest):
+        return fault
     size, spans, leaves = file.size, stated_spans(rest), leaves_in(rest)
     fits = all(0 <= start <= start + count <= size for start, count in spans)
     fits = fits and not any(leaf_faults(size, leaves, spans))

@@ -114,9 +114,9 @@ def open_safetensors(path: Place, files: Files | None = None) -> OpenFile:
     source.account.hold(
         sum(len(key) + len(text) for key, text in metadata.items()), "Its metadata", f"{path}"
     )
-    with source.account.passing() as theirs:  # the library parses the header once more
-        theirs.hold(len(head), "The header of a safetensors file", f"{path}")
-        theirs.nodes(nodes, "The header of a safetensors file", f"{path}")
+    with source.account.passing() as copy_account:  # the library parses the header once more
+        copy_account.hold(len(head), "The header of a safetensors file", f"{path}")
+        copy_account.nodes(nodes, "The header of a safetensors file", f"{path}")
         _proven_by_library(source, head)
     counts = [extent for extent in extents.values() if extent.stop - extent.start <= _COUNT]
 
@@ -188,8 +188,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     start = 0
     for name, tensor in tensors.items():
         stop = start + nbytes(tensor)
-        theirs = _NAMES[dtype_name(tensor.dtype)]
-        document[name] = {"dtype": theirs, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        dtype = _NAMES[dtype_name(tensor.dtype)]
+        document[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)

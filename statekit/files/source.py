@@ -326,15 +326,15 @@ def not_there(path: Place) -> NotFoundError:
     """Returns the error that says that nothing is at a path, with the name beside it that was probably meant."""
     missing = next((top for top in reversed(path.parents) if not top.exists()), path)
     try:
-        beside = {entry.name: entry for entry in listing(missing.parent)}
+        siblings = {entry.name: entry for entry in listing(missing.parent)}
     except StatekitError:  # it may not be listed
-        beside = {}
-    near = nearest(missing.name, beside)
+        siblings = {}
+    near = nearest(missing.name, siblings)
     return NotFoundError(
         "There is no such file or folder.",
         place=path,
         found=None if missing == path else f"there is no {missing}",
-        remedy=f"did you mean {beside[near]}?" if near else "check the path",
+        remedy=f"did you mean {siblings[near]}?" if near else "check the path",
     )
 
 
@@ -516,9 +516,9 @@ class Files:
             RefusedError: It is a folder, a device, a FIFO or a socket, or lies behind a link out of the checkpoint.
         """
         if isinstance(path, StoredPlace):
-            known = _known_file(path)
+            place = _known_file(path)
             self.account.budget.sources.add(str(path))
-            return File(path, known.size, known, self)
+            return File(path, place.size, place, self)
         local = Path(path)
         with reading(local):
             self.links.check(local)

@@ -123,9 +123,9 @@ class ListedTree:
         if not name:
             return Facts("", "folder")
         folder, _, last = name.rpartition("/")
-        there = self._in(folder)
-        if f"{WORK}{last}" not in there:
-            return there.get(last)
+        inner = self._in(folder)
+        if f"{WORK}{last}" not in inner:
+            return inner.get(last)
         if f"{self._top}/".startswith(f"{name}/"):
             raise FormatError(
                 "This is being written, or was left unfinished.",
@@ -136,8 +136,8 @@ class ListedTree:
 
     def names(self, folder: str) -> Sequence[str]:
         """Returns the names in a folder, without what is being written."""
-        there = self._in(folder)
-        return sorted(name for name in there if not name.startswith(WORK) and f"{WORK}{name}" not in there)
+        inner = self._in(folder)
+        return sorted(name for name in inner if not name.startswith(WORK) and f"{WORK}{name}" not in inner)
 
     def read_into(self, facts: Facts, start: int, into: memoryview) -> None:
         from obstore import get
@@ -152,8 +152,8 @@ class ListedTree:
         if folder in self._folders:
             return self._folders[folder]
         above = self._folders.get(folder.rpartition("/")[0]) if folder else None
-        if (above is not None and (known := above.get(folder.rpartition("/")[2])) is None) or (
-            above is not None and known is not None and known.kind == "file"
+        if (above is not None and (facts := above.get(folder.rpartition("/")[2])) is None) or (
+            above is not None and facts is not None and facts.kind == "file"
         ):
             return {}
         if folder == self._top and self._list_all():

@@ -67,20 +67,20 @@ def _swept(objects: Objects, target: str, idle_hours: float | None) -> list[Left
     claims = claims_of(objects, target)
     if not claims:
         return _unreadable(objects, target)
-    there, last = objects.below(target), claims[-1]
+    objects_below, last = objects.below(target), claims[-1]
     place = f"{objects.place}/{target}"
-    if not last.is_dead and (idle_hours is None or _idle(last, there) < idle_hours):
+    if not last.is_dead and (idle_hours is None or _idle(last, objects_below) < idle_hours):
         why = "it may run: wait for it, or say after how many idle hours it counts as dead (--idle-hours)"
-        return [Left(place, f"{last}", "kept", why, len(there))]
+        return [Left(place, f"{last}", "kept", why, len(objects_below))]
     claim = next_claim(objects, target, last.entries, claims)  # so that nobody else takes over meanwhile
     check_held(objects, claim, claims)
     if is_complete(objects, target):
         release(objects, claim)
-        return [Left(place, f"{last}", "completed", "", len(there))]
+        return [Left(place, f"{last}", "completed", "", len(objects_below))]
     foreign = [name for other in claims for name in remove(objects, other, [claim.mark for claim in claims])]
     release(objects, claim)
     why = f"{len(set(foreign))} objects that statekit didn't put stay" if foreign else ""
-    return [Left(place, f"{last}", "removed", why, len(there) - len(set(foreign)))]
+    return [Left(place, f"{last}", "removed", why, len(objects_below) - len(set(foreign)))]
 
 
 def _unreadable(objects: Objects, target: str) -> list[Left]:

@@ -229,8 +229,8 @@ def _with_values(loaded: Loaded, leaves: Leaves) -> Any:
 
 def model_of(leaves: Leaves, names: Mapping[str, str] | None) -> TargetModel:
     """Returns the model that leaves are of, by their paths in the checkpoint."""
-    theirs = {path_of(mine): path_of(name) for mine, name in (names or {}).items()}
-    return TargetModel(frozenset(renamed_path(path_of(name), theirs) for name in leaves.by_name))
+    native_paths = {path_of(own_name): path_of(name) for own_name, name in (names or {}).items()}
+    return TargetModel(frozenset(renamed_path(path_of(name), native_paths) for name in leaves.by_name))
 
 
 def _shape_faults(

@@ -83,9 +83,9 @@ class LiveArray:
         if not isinstance(self.value, jax.Array):
             return np.ascontiguousarray(np.asarray(self.value)[bounds]).reshape(index_shape(bounds))
         block, filled = np.empty(index_shape(bounds), self.dtype), 0
-        for there, data in self._shards():
-            if (both := common(bounds, there)) is not None:
-                block[within(both, bounds)] = np.asarray(data)[within(both, there)]
+        for place, data in self._shards():
+            if (both := common(bounds, place)) is not None:
+                block[within(both, bounds)] = np.asarray(data)[within(both, place)]
                 filled += math.prod(index_shape(both))
         if filled != block.size:
             raise UsageError(

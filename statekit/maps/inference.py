@@ -266,8 +266,8 @@ def _numbers(path: str) -> tuple[str, ...]:
 
 def _alike(target: str, path: str) -> int:
     """Returns how many words two names share; those that stand last count twice, as they say what a tensor is."""
-    mine, theirs = _WORD.findall(target), _WORD.findall(path)
-    return len({*mine} & {*theirs}) + (mine[-1:] == theirs[-1:])
+    target_words, path_words = _WORD.findall(target), _WORD.findall(path)
+    return len({*target_words} & {*path_words}) + (target_words[-1:] == path_words[-1:])
 
 
 def _template(paths: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:

@@ -94,7 +94,7 @@ class Template:
         match = self._pattern.fullmatch(path)
         if match is None:
             return None
-        first = {name: {mine: word for word, mine in table.items()} for name, table in self.words.items()}
+        first = {name: {key: word for word, key in table.items()} for name, table in self.words.items()}
         return {
             name: first[name][text] if name in first else int(text)
             for name, text in match.groupdict().items()
@@ -252,8 +252,8 @@ class ModelMap:
     budget: Budget | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        beside = {"beside": {self.beside_in: dict(self.beside)}} if self.beside else {}
-        return {"name": self.name, "config": dict(self.config), **beside}
+        companions = {"beside": {self.beside_in: dict(self.beside)}} if self.beside else {}
+        return {"name": self.name, "config": dict(self.config), **companions}
 
     def with_beside(self, values: Mapping[str, Any], file: str) -> ModelMap:
         """Returns a map that knows what stands beside a checkpoint, as far as it needs it and nobody said it.
@@ -269,14 +269,14 @@ class ModelMap:
             self.needed.keys() | self.choices.keys() | (self.pretrained.keys if self.pretrained else set())
         )
         takes |= set() if self.modules is None else {FLATTEN}
-        beside = {key: value for key, value in values.items() if key in takes and key not in self.config}
-        Faults(_no_lengths(beside, self.needed)).check(
+        companions = {key: value for key, value in values.items() if key in takes and key not in self.config}
+        Faults(_no_lengths(companions, self.needed)).check(
             UsageError,
             f"The map {self.name} can't take what lies beside the checkpoint",
             place=file,
             remedy="say it: --config KEY=VALUE",
         )
-        return replace(self, beside=beside, beside_in=file)
+        return replace(self, beside=companions, beside_in=file)
 
     @property
     def known(self) -> Mapping[str, Any]:
@@ -363,8 +363,8 @@ class ModelMap:
 
     def _ties_of(self, links: Sequence[Link]) -> dict[str, str]:
         """Returns the further names that the target has of what was made."""
-        made = {link.target for link in links}
-        return {name: path for name, path in self.ties.items() if path in made and name not in made}
+        targets = {link.target for link in links}
+        return {name: path for name, path in self.ties.items() if path in targets and name not in targets}
 
     def _check(self, faults: Faults) -> None:
         faults.check(
@@ -378,9 +378,9 @@ class ModelMap:
         """Returns a state with what the target's library builds its model from, instead of the source's such files."""
         state = result.state
         model = replace(model, shapes={path: param.shape for path, param in state.params.items()})
-        made, taken = pretrained.made(model, self.known, self.name, self.beside_in)
-        beside = {**state.extra.get(BESIDE, {}), PRETRAINED: made}
-        extra = {**state.extra, BESIDE: beside}
+        files, taken = pretrained.made(model, self.known, self.name, self.beside_in)
+        companions = {**state.extra.get(BESIDE, {}), PRETRAINED: files}
+        extra = {**state.extra, BESIDE: companions}
         return replace(result, state=replace(state, extra=extra, assumptions=(*state.assumptions, *taken)))
 
     def _links(self, shapes: Mapping[str, Shape], faults: Faults) -> tuple[list[Link], Model]:
@@ -475,10 +475,10 @@ class ModelMap:
             if choice in entry.when and paths:
                 seen.setdefault(entry.when[choice], {}).update(dict.fromkeys(paths))
         if len(seen) > 1 and len({frozenset(paths) for paths in seen.values()}) > 1:
-            (one, of_one), (other, _) = list(seen.items())[:2]
+            (first, of_one), (other, _) = list(seen.items())[:2]
             path = next(iter(of_one))
-            faults.add(f"is of a model with {choice} {one}, and others are of one with {other}", path)
-            seen = {one: of_one}
+            faults.add(f"is of a model with {choice} {first}, and others are of one with {other}", path)
+            seen = {first: of_one}
         return seen, {entry.when[choice] for entry in bound if choice in entry.when}
 
     def _counts(
@@ -813,9 +813,9 @@ def pretrained_of(name: str) -> Pretrained | None:
 
 def pretrained_class(name: str) -> Pretrained | None:
     """Returns what builds a class of a library, by its name; None if no map is of it."""
-    made = (pretrained_of(name) for name in map_names())
+    classes = (pretrained_of(name) for name in map_names())
     return next(
-        (model_map for model_map in made if model_map is not None and model_map.class_name == name), None
+        (model_map for model_map in classes if model_map is not None and model_map.class_name == name), None
     )
 
 
@@ -867,7 +867,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         for line in data.get("parameters", ())
     ]
     modules = Modules.read(data, source, target, steps)
-    needed = {key: str(what) for key, what in data.get("config", {}).items()}
+    needed = {key: str(meaning) for key, meaning in data.get("config", {}).items()}
     of_modules = {FLATTEN, KINDS, HEADS} if modules else set()
     choices = data.get("choices", {})
     pretrained = Pretrained.read(data[target].get("pretrained"))
@@ -936,9 +936,9 @@ class Renaming:
         buffers: Mapping[str, Tree] = state.extra.get(BUFFERS) or {}
         ties: Mapping[str, str] = state.extra.get(TIES) or {}
         kept = _statistics(state)
-        beside = [*map(_path_of, buffers), *map(_joined, chain(*kept.values()))]
+        other_paths = [*map(_path_of, buffers), *map(_joined, chain(*kept.values()))]
         faults = Faults()
-        names = self._renamed((*state.params, *ties, *beside))
+        names = self._renamed((*state.params, *ties, *other_paths))
         moved = {name: names[_path_of(name)] for name in buffers}
         tied = dict.fromkeys((names[name], names[path]) for name, path in ties.items())
         further = [(name, path) for name, path in tied if name != path]
@@ -1005,17 +1005,19 @@ _STATISTICS = (("optax", "tree", "batch_stats"), ("jax_weights", "batch_stats"))
 
 def _with_choices(maps: Sequence[ModelMap]) -> list[ModelMap]:
     """Returns a chain's maps, each without an alternative that is another's: several may have a choice of one name."""
-    theirs: dict[str, set[Any]] = {}
+    choices: dict[str, set[Any]] = {}
     for model_map in maps:
         for choice, alternatives in model_map.choices.items():
-            theirs.setdefault(choice, set()).update(alternatives)
+            choices.setdefault(choice, set()).update(alternatives)
     return [
         replace(
             model_map,
             config={
                 key: value
                 for key, value in model_map.config.items()
-                if key not in model_map.choices or value in model_map.choices[key] or value not in theirs[key]
+                if key not in model_map.choices
+                or value in model_map.choices[key]
+                or value not in choices[key]
             },
         )
         for model_map in maps

@@ -103,7 +103,7 @@ class Settings:
         word = self.keys.get(name)
         if not isinstance(word, Mapping) or "values" not in word:
             return value
-        return next((ours for theirs, ours in word["values"] if theirs == value), _UNKNOWN)
+        return next((meaning for word_value, meaning in word["values"] if word_value == value), _UNKNOWN)
 
     def of_gin(
         self, bound: Mapping[str, Mapping[str, Any]], faults: Faults, said: Container[str] = ()

@@ -424,10 +424,12 @@ def heat_map(
     legend = Axis(unit, low, high, HEIGHT - _BOTTOM, _TOP, None)
     drawn = [_image(image, (across.start, down.start), (across.end, down.end))]
     ramp = png(_coloured(np.linspace(1, 0, 64)[:, None]))
-    beside = WIDTH - _RIGHT - 66
-    drawn.append(_image(ramp, (beside, _TOP), (beside + 12, HEIGHT - _BOTTOM)))
+    ramp_left = WIDTH - _RIGHT - 66
+    drawn.append(_image(ramp, (ramp_left, _TOP), (ramp_left + 12, HEIGHT - _BOTTOM)))
     for value, called in legend.ticks():
-        drawn.append(_text(beside + 16, legend.at(value) + 4, _short_number(10**value) if powers else called))
+        drawn.append(
+            _text(ramp_left + 16, legend.at(value) + 4, _short_number(10**value) if powers else called)
+        )
     drawn.append(_text(WIDTH - _RIGHT, HEIGHT - _BOTTOM + 34, unit, "end"))
     numbers = tuple((i, *row) for i, row in enumerate(cells))
     column_labels = tuple(str(i) for i in range(len(cells[0]) if cells else 0))

@@ -202,9 +202,9 @@ class WorkFolder:
         if not (self.place / ATTEMPTS).is_dir():  # the work is finished: its files have the target's names
             return part
         faults = Faults(
-            (what, name)
+            (fault, name)
             for name, entry in part.files.items()
-            if (what := _file_fault(self.files_of(part) / name, entry))
+            if (fault := _file_fault(self.files_of(part) / name, entry))
         )
         faults.check(
             CorruptError,

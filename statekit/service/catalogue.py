@@ -182,13 +182,13 @@ class Catalogue:
     def scanning(self) -> Scanning:
         """Returns how far the scan is that runs, or what the last one came to."""
         is_running = max(self._begun, self._wanted) > self._done
-        each = self._scanners.values()
+        scanners = self._scanners.values()
         return Scanning(
             number=self._begun,
             done=self._done,
             running=is_running,
-            entries=sum(scan.entries for scan in each),
-            looked=sum(scan.looked for scan in each),
+            entries=sum(scan.entries for scan in scanners),
+            looked=sum(scan.looked for scan in scanners),
             last=self.last_scan,
             problem=self._problem,
         )
@@ -231,18 +231,18 @@ class Catalogue:
     def facets(self, query: Query = _ALL) -> dict[str, dict[str, int]]:
         """Returns the values of each filter, with how many of those asked for have it: what can be chosen further."""
         with self._database.reading() as connection:
-            made: dict[str, dict[str, int]] = {}
+            facets: dict[str, dict[str, int]] = {}
             for name in ("container", "layout", "optimizer", "seal", "verdict", "status"):
                 column = func.coalesce(CHECKPOINTS.c[name], "none")
                 others = Query(**{**vars(query), name: "any" if name == "status" else None})
                 counted = (
                     select(column, func.count()).where(and_(*_wanted(others, self._roots))).group_by(column)
                 )
-                made[name] = dict(connection.execute(counted.order_by(column)).all())
+                facets[name] = dict(connection.execute(counted.order_by(column)).all())
             joined = select(TAGS.c.tag, func.count()).join(CHECKPOINTS, CHECKPOINTS.c.id == TAGS.c.checkpoint)
             tags = joined.where(and_(*_wanted(Query(**{**vars(query), "tag": None}), self._roots)))
-            made["tag"] = dict(connection.execute(tags.group_by(TAGS.c.tag).order_by(TAGS.c.tag)).all())
-            return made
+            facets["tag"] = dict(connection.execute(tags.group_by(TAGS.c.tag).order_by(TAGS.c.tag)).all())
+            return facets
 
     def figures(self) -> dict[str, dict[str, int]]:
         """Returns how many checkpoints are there, by doctor's verdict, and their bytes, by seal."""
@@ -274,13 +274,13 @@ class Catalogue:
             UsageError: The cursor isn't one.
         """
         limit = min(max(limit, 1), MOST_ITEMS)
-        made = _runs(self._roots).subquery()
-        at = tuple_(made.c.modified, made.c.id)
-        chosen = select(made).order_by(made.c.modified.desc(), made.c.id.desc()).limit(limit + 1)
+        runs = _runs(self._roots).subquery()
+        at = tuple_(runs.c.modified, runs.c.id)
+        chosen = select(runs).order_by(runs.c.modified.desc(), runs.c.id.desc()).limit(limit + 1)
         if cursor is not None:
             chosen = chosen.where(at < tuple_(*decoded_cursor(cursor, False)))
         with self._database.reading() as connection:
-            total = connection.scalar(select(func.count()).select_from(made)) or 0
+            total = connection.scalar(select(func.count()).select_from(runs)) or 0
             rows = connection.execute(chosen).all()
             items = _with_standing(connection, rows[:limit])
         ahead = None if len(rows) <= limit else encoded_cursor(rows[limit - 1].modified, rows[limit - 1].id)
@@ -361,11 +361,11 @@ class Catalogue:
         if row is None:
             raise _no_checkpoint(number)
         if row.status != "present":
-            said = (
+            columns = (
                 "It has changed since: another has its place." if row.status == "changed" else "It is gone."
             )
             where = f"checkpoint {row.replaced_by}" if row.replaced_by else None
-            raise NotFoundError(said, place=row.path, found=where)
+            raise NotFoundError(columns, place=row.path, found=where)
         return path_beneath(self._root(row.root), row.place)
 
     def place_of(self, number: int) -> Path:
@@ -617,26 +617,26 @@ def _reconciled(connection: Connection, root: int, seen: Sequence[Seen]) -> Coun
         select(CHECKPOINTS).where(CHECKPOINTS.c.root == root).order_by(CHECKPOINTS.c.id)
     ).all()
     latest = {row.place: row for row in rows if row.status in ("present", "gone")}
-    for one in {one.place: one for one in seen}.values():
+    for entry in {entry.place: entry for entry in seen}.values():
         counts["seen"] += 1
-        counts["unreadable"] += one.columns.get("unreadable") is not None
-        before = latest.pop(one.place, None)
+        counts["unreadable"] += entry.columns.get("unreadable") is not None
+        before = latest.pop(entry.place, None)
         values = {
-            "size": one.size, "modified": one.modified, "print": one.print, "proof": one.proof, "seen": now,
-            "status": "present", **_OPEN, **one.columns,
+            "size": entry.size, "modified": entry.modified, "print": entry.print, "proof": entry.proof, "seen": now,
+            "status": "present", **_OPEN, **entry.columns,
         }  # fmt: skip
-        same = before is not None and before.print == one.print
+        same = before is not None and before.print == entry.print
         if before is not None and (same or before.unreadable is not None):
             if same:
                 values = _kept(values, before)
             connection.execute(update(CHECKPOINTS).where(CHECKPOINTS.c.id == before.id).values(**values))
             continue
-        path = _shown(one.place)
+        path = _shown(entry.place)
         name = path.rpartition("/")[2]
-        made = CHECKPOINTS.insert().values(
-            root=root, place=one.place, path=path, name=name, first_seen=now, **values
+        statement = CHECKPOINTS.insert().values(
+            root=root, place=entry.place, path=path, name=name, first_seen=now, **values
         )
-        number = connection.execute(made).lastrowid
+        number = connection.execute(statement).lastrowid
         counts["new" if before is None else "changed"] += 1
         if before is not None:
             old = update(CHECKPOINTS).where(CHECKPOINTS.c.id == before.id)

@@ -177,12 +177,12 @@ class Jobs:
                 expected=f"at most {MOST_WAITING}",
                 remedy="wait, or cancel some",
             )
-        made = JOBS.insert().values(
+        statement = JOBS.insert().values(
             kind=kind, options=given, cache_key=_cache_key(connection, kind, subjects, given),
             idempotency_key=idempotency_key, state="queued", attempts=0, token=0, cancelling=False,
             created=time.time(), text="", requested_by=printable(requested_by)[:200], last_event=0,
         )  # fmt: skip
-        job = connection.execute(made).lastrowid
+        job = connection.execute(statement).lastrowid
         rows = [{"job": job, "position": i, "checkpoint": subject} for i, subject in enumerate(subjects)]
         connection.execute(SUBJECTS.insert(), rows)
         _add_event(connection, job, "state", {"state": "queued"})
@@ -425,8 +425,8 @@ class Jobs:
             return True
 
     def _held(self, connection: Connection, lease: Lease) -> Row[Any] | None:
-        mine = and_(JOBS.c.id == lease.job.id, JOBS.c.token == lease.token, JOBS.c.state == "running")
-        return connection.execute(select(JOBS).where(mine)).one_or_none()
+        is_held = and_(JOBS.c.id == lease.job.id, JOBS.c.token == lease.token, JOBS.c.state == "running")
+        return connection.execute(select(JOBS).where(is_held)).one_or_none()
 
     def reap(self, is_dead: Callable[[str | None], bool] = processes.holder_is_dead) -> int:
         """Takes back the jobs whose lease is over or whose worker is proven dead; returns how many.
@@ -478,14 +478,14 @@ class Jobs:
             select(SUBJECTS.c.job).join(CHECKPOINTS, SUBJECTS.c.checkpoint == CHECKPOINTS.c.id).where(gone)
         )
         later = JOBS.alias()
-        mine, theirs = SUBJECTS.alias(), SUBJECTS.alias()
-        same = select(theirs.c.job).where(
-            theirs.c.job == later.c.id,
-            theirs.c.position == mine.c.position,
-            theirs.c.checkpoint == mine.c.checkpoint,
+        subject, other_subject = SUBJECTS.alias(), SUBJECTS.alias()
+        same = select(other_subject.c.job).where(
+            other_subject.c.job == later.c.id,
+            other_subject.c.position == subject.c.position,
+            other_subject.c.checkpoint == subject.c.checkpoint,
         )
-        another = select(mine.c.job).where(
-            mine.c.job == JOBS.c.id, not_(same.correlate(later, mine).exists())
+        another = select(subject.c.job).where(
+            subject.c.job == JOBS.c.id, not_(same.correlate(later, subject).exists())
         )
         is_again = exists().where(
             later.c.cache_key == JOBS.c.cache_key,
@@ -501,13 +501,13 @@ class Jobs:
         while True:
             with self._database.writing() as connection:
                 numbers = connection.execute(whole.limit(_PRUNED)).scalars().all()
-                said = connection.execute(logged.limit(_PRUNED)).scalars().all()
-                connection.execute(EVENTS.delete().where(EVENTS.c.job.in_({*numbers, *said})))
+                jobs = connection.execute(logged.limit(_PRUNED)).scalars().all()
+                connection.execute(EVENTS.delete().where(EVENTS.c.job.in_({*numbers, *jobs})))
                 for table in (RESULTS, SUBJECTS):
                     connection.execute(table.delete().where(table.c.job.in_(numbers)))
                 connection.execute(JOBS.delete().where(JOBS.c.id.in_(numbers)))
             count += len(numbers)
-            if len(numbers) < _PRUNED and len(said) < _PRUNED:
+            if len(numbers) < _PRUNED and len(jobs) < _PRUNED:
                 return count
 
     def written(self) -> tuple[int, int]:

@@ -76,14 +76,14 @@ def _edges(connection: Connection, one: Checkpoint, written: _Written) -> Iterat
             Node(f"checkpoint-{target.id}", checkpoint_of(connection, target.id)),
         )
     proofs = select(JOBS.c.id).join(SUBJECTS, SUBJECTS.c.job == JOBS.c.id)
-    mine = proofs.where(JOBS.c.kind == "verify", JOBS.c.state == "done", SUBJECTS.c.checkpoint == one.id)
-    for job in connection.execute(mine.order_by(JOBS.c.id)).scalars().all():
+    proven = proofs.where(JOBS.c.kind == "verify", JOBS.c.state == "done", SUBJECTS.c.checkpoint == one.id)
+    for job in connection.execute(proven.order_by(JOBS.c.id)).scalars().all():
         numbers = subjects_of(connection, job)
         data = connection.scalar(select(RESULTS.c.data).where(RESULTS.c.job == job)) or {}
         ends = [f"checkpoint-{number}" for number in numbers]
         other = checkpoint_of(connection, numbers[1] if numbers[0] == one.id else numbers[0])
-        made = Edge(ends[0], ends[1], "verify", job, None, {}, None, data.get("verdict"), data.get("digest"))
-        yield made, Node(_name(other), other)
+        edge = Edge(ends[0], ends[1], "verify", job, None, {}, None, data.get("verdict"), data.get("digest"))
+        yield edge, Node(_name(other), other)
 
 
 def _with_digest(connection: Connection, digest: str | None) -> tuple[Checkpoint, ...]:
@@ -175,15 +175,15 @@ def _place_of(job: Row[Any]) -> str | None:
 
 
 def _edge(source: str, target: Row[Any], job: _Writer | None) -> Edge:
-    made = target.made
+    maker = target.made
     return Edge(
         source,
         f"checkpoint-{target.id}",
         "convert" if job is None else job.kind,
         None if job is None else job.id,
-        made.get("tool"),
-        made.get("options") or {},
-        made.get("plan"),
+        maker.get("tool"),
+        maker.get("options") or {},
+        maker.get("plan"),
         *(() if job is None else (job.verdict, job.digest)),
     )
 

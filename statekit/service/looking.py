@@ -123,7 +123,9 @@ def _sealed(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns what a checkpoint's manifest says, and whether that fits."""
     damage = [finding.what for finding in checkpoint.findings if finding.damage]
     if damage:
-        rewritten = all(Change.REWRITTEN.value in what and Change.UNTOLD.value not in what for what in damage)
+        rewritten = all(
+            Change.REWRITTEN.value in changes and Change.UNTOLD.value not in changes for changes in damage
+        )
         return {"seal": "changed" if rewritten else "damaged"}
     proof = checkpoint.proof
     if proof is None:
@@ -132,12 +134,12 @@ def _sealed(checkpoint: Checkpoint) -> dict[str, Any]:
         return {"seal": "sealed"}
     manifest = proof.manifest
     source = manifest["source"]
-    made = {name: manifest[name] for name in ("source", "target", "options")}
-    made |= {name: _text(manifest.get(name)) for name in ("tool", "plan")}
+    origin = {name: manifest[name] for name in ("source", "target", "options")}
+    origin |= {name: _text(manifest.get(name)) for name in ("tool", "plan")}
     return {
         "seal": "sealed",
         "digest": json_digest(manifest["tensors"]),
-        "made": made if source.get("container") else None,
+        "made": origin if source.get("container") else None,
         "source_digest": _text(source.get("digest")),
     }
 

@@ -99,7 +99,7 @@ def thin(
     planned = _planned(ref, target, to)
     going = [*tops, *(manifest for manifest in map(beside, tops) if manifest.is_file())]
     before = _allocated(going)
-    said = {
+    asked = {
         "target": str(target),
         "container": planned.target.container,
         "bytes_before": before,
@@ -108,7 +108,7 @@ def thin(
     }
     if dry_run:
         after = _measured(ref, target, to, listener)
-        return {**said, "dry_run": True, "bytes_after": after, "freed": before - after}
+        return {**asked, "dry_run": True, "bytes_after": after, "freed": before - after}
     facts = _facts(going)
     listener.progress(None, "checking every byte of the checkpoint")
     report = check(
@@ -120,7 +120,7 @@ def thin(
     written = check(target, on_progress=lambda progress: _tell(listener, progress, 0.8, 1.0))
     _refuse_damage(written.to_json()["checkpoints"], target)
     after = _allocated([target, beside(target)])
-    record = _listed_to_go(trash, going, {**said, "bytes_after": after, "freed": before - after})
+    record = _listed_to_go(trash, going, {**asked, "bytes_after": after, "freed": before - after})
     return _go_on(trash, record, listener, facts)
 
 

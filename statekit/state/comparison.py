@@ -185,9 +185,9 @@ class _States:
         for schema, theirs_of, mine_of in _variants(right, other):
             yield _differing("rule", f"variant/{schema}", [theirs_of, mine_of])
         for path in _both(right.params, other.params):
-            mine, theirs = other.params.get(path), right.params.get(path)
-            yield from self._pair(f"params/{path}", path, "", theirs, mine)
-            if not alone and mine is not None and theirs is not None:
+            actual, wanted = other.params.get(path), right.params.get(path)
+            yield from self._pair(f"params/{path}", path, "", wanted, actual)
+            if not alone and actual is not None and wanted is not None:
                 yield from self._of_param(path)
         yield from self._buffers()
         yield from self._beside()
@@ -210,22 +210,25 @@ class _States:
             slots[1] = {_TURNED.get(name, name): slot for name, slot in slots[1].items()}
             self._normalised[_OTHER_WAY] = None
         for name in _both(*slots):
-            theirs, mine = (slot.get(name) for slot in slots)
+            wanted, actual = (slot.get(name) for slot in slots)
             place = f"slots/{path}/{name}"
-            present = theirs if mine is None else mine if theirs is None else None
+            present = wanted if actual is None else actual if wanted is None else None
             if present is not None and not due and not done:
                 if not self._by_value(path):
                     self._unsaid[_UNMADE] = None
                     continue
                 if is_zero(present):
                     continue
-            yield from self._pair(place, path, name, theirs, mine)
+            yield from self._pair(place, path, name, wanted, actual)
 
     def _is_turned(self, path: str) -> bool:
         """Tells whether one calls row what the other calls column: then it is the axes that say what is the same."""
-        theirs, mine = (state.rules.get(path) for state in (self._right, self._other))
+        wanted, actual = (state.rules.get(path) for state in (self._right, self._other))
         return (
-            theirs is not None and mine is not None and theirs.factored and swapped(mine.axes) == theirs.axes
+            wanted is not None
+            and actual is not None
+            and wanted.factored
+            and swapped(actual.axes) == wanted.axes
         )
 
     def _pair(
@@ -233,8 +236,8 @@ class _States:
     ) -> Iterator[Difference]:
         """Yields in what a tensor isn't the right one; None where one state hasn't it."""
         if right is None or other is None:
-            what: What = "missing" if other is None else "extra"
-            yield Difference(what, place, _described(right), _described(other), path, item)
+            kind: What = "missing" if other is None else "extra"
+            yield Difference(kind, place, _described(right), _described(other), path, item)
             return
         if right.shape != other.shape:
             yield Difference("shape", place, right.shape, other.shape, path, item)
@@ -252,27 +255,27 @@ class _States:
 
     def _rules(self) -> Iterator[Difference]:
         for path in self._right.rules:
-            theirs, mine = self._right.rules[path], self._other.rules.get(path)
-            if mine is not None and theirs.axes != mine.axes and not self._is_turned(path):
-                labels = [", ".join(axis.value for axis in rule.axes) for rule in (theirs, mine)]
+            wanted, actual = self._right.rules[path], self._other.rules.get(path)
+            if actual is not None and wanted.axes != actual.axes and not self._is_turned(path):
+                labels = [", ".join(axis.value for axis in rule.axes) for rule in (wanted, actual)]
                 yield _differing("rule", f"rules/{path}", labels, path)
 
     def _options(self) -> Iterator[Difference]:
         groups = self._right.optimizer.group_of, self._other.optimizer.group_of
         for path in self._right.params:
-            theirs, mine = (group.get(path) for group in groups)
-            if theirs is None and mine is None:
+            wanted, actual = (group.get(path) for group in groups)
+            if wanted is None and actual is None:
                 continue
-            if theirs is None or mine is None:
-                yield Difference("moved", f"groups/{path}", theirs is not None, mine is not None, path)
+            if wanted is None or actual is None:
+                yield Difference("moved", f"groups/{path}", wanted is not None, actual is not None, path)
                 continue
-            specs = load_schema(self._right.optimizer.kind(theirs)[0]).hyperparameters
-            for name in _both(theirs.hyperparameters, mine.hyperparameters):
-                has = name in theirs.hyperparameters, name in mine.hyperparameters
+            specs = load_schema(self._right.optimizer.kind(wanted)[0]).hyperparameters
+            for name in _both(wanted.hyperparameters, actual.hyperparameters):
+                has = name in wanted.hyperparameters, name in actual.hyperparameters
                 if not all(has):
                     self._unsaid[f"{name}: {self._sides[int(has[0])]} doesn't say it"] = None
                     continue
-                values = [_value(group.hyperparameters[name], path) for group in (theirs, mine)]
+                values = [_value(group.hyperparameters[name], path) for group in (wanted, actual)]
                 if self._is_other_option(path, name, values, specs.get(name, {})):
                     yield _differing("option", f"groups/{path}/{name}", values, path, name)
 
@@ -299,9 +302,9 @@ class _States:
 
     def _buffers(self) -> Iterator[Difference]:
         trees = [part.extra.get(BUFFERS) for part in (self._right, self._other)]
-        theirs, mine = (dict(part) if isinstance(part, Mapping) else {} for part in trees)
-        for name in _both(theirs, mine):
-            yield from self._pair(f"{BUFFERS}/{name}", name, "", theirs.get(name), mine.get(name))
+        wanted, actual = (dict(part) if isinstance(part, Mapping) else {} for part in trees)
+        for name in _both(wanted, actual):
+            yield from self._pair(f"{BUFFERS}/{name}", name, "", wanted.get(name), actual.get(name))
 
     def _is_random(self, name: str) -> bool:
         """Tells whether a tensor is part of a random generator."""
@@ -311,17 +314,17 @@ class _States:
 
     def _beside(self) -> Iterator[Difference]:
         """Yields in what tensors differ that are no parameters and no slots: averages, statistics, summed gradients."""
-        theirs, mine = (
+        wanted, actual = (
             dict(_tensors({key: part for key, part in side.extra.items() if key != BUFFERS}, "extra"))
             for side in (self._right, self._other)
         )
-        for name in filter(self._is_random, list(_both(theirs, mine))):
-            theirs.pop(name, None)  # the parts of a run say of these that they aren't compared
-            mine.pop(name, None)
-        for name in _both(theirs, mine):
-            if name in theirs and name in mine:
-                yield from self._pair(name, "", "", theirs[name], mine[name])
-        for side, alone in zip(self._sides, (theirs.keys() - mine, mine.keys() - theirs), strict=True):
+        for name in filter(self._is_random, list(_both(wanted, actual))):
+            wanted.pop(name, None)  # the parts of a run say of these that they aren't compared
+            actual.pop(name, None)
+        for name in _both(wanted, actual):
+            if name in wanted and name in actual:
+                yield from self._pair(name, "", "", wanted[name], actual[name])
+        for side, alone in zip(self._sides, (wanted.keys() - actual, actual.keys() - wanted), strict=True):
             if alone:
                 self._unsaid[f"{some(sorted(alone))}: only {side} has it"] = None
 
@@ -350,11 +353,11 @@ class _States:
             self._unsaid[f"the schedule's count: {silent} doesn't say it"] = None
 
     def _group_slots(self) -> Iterator[Difference]:
-        theirs, mine = (side.optimizer.groups for side in (self._right, self._other))
-        by_paths = {frozenset(group.paths): group for group in mine}
-        if len(theirs) == len(mine) and {frozenset(group.paths) for group in theirs} == by_paths.keys():
-            mine = tuple(by_paths[frozenset(group.paths)] for group in theirs)  # in whatever order they are
-        for i, pair in enumerate(zip_longest(theirs, mine)):
+        wanted, actual = (side.optimizer.groups for side in (self._right, self._other))
+        by_paths = {frozenset(group.paths): group for group in actual}
+        if len(wanted) == len(actual) and {frozenset(group.paths) for group in wanted} == by_paths.keys():
+            actual = tuple(by_paths[frozenset(group.paths)] for group in wanted)  # in whatever order they are
+        for i, pair in enumerate(zip_longest(wanted, actual)):
             slots = [dict(side.slots) if side else {} for side in pair]
             for name in _both(*slots):
                 yield from self._pair(f"groups/{i}/{name}", "", name, slots[0].get(name), slots[1].get(name))
@@ -375,19 +378,19 @@ class _States:
             yield from map(self._with_lengths, _parted(self._forms))
             return
         yield from self._called()
-        for i, (theirs, mine) in enumerate(zip_longest(right, other)):
+        for i, (wanted, actual) in enumerate(zip_longest(right, other)):
             place = f"schedule/{i}"
-            if theirs is None or mine is None:
-                yield from self._unpaired(theirs, mine, place)
+            if wanted is None or actual is None:
+                yield from self._unpaired(wanted, actual, place)
                 continue
             for item in ("kind", "at", "last", "parameters"):
-                values = [_value_of(schedule, item) for schedule in (theirs, mine)]
+                values = [_value_of(schedule, item) for schedule in (wanted, actual)]
                 if None in values and values != [None, None]:
                     silent = self._sides[values.index(None)]
                     self._unsaid[f"the schedule's {item}: {silent} doesn't say it"] = None
-                elif values[0] != values[1] and not self._is_otherwise_said(item, theirs, mine):
-                    what: What = "later" if item == "parameters" and _goes_on(theirs, mine) else "schedule"
-                    yield _differing(what, f"{place}/{item}", values, item=item)
+                elif values[0] != values[1] and not self._is_otherwise_said(item, wanted, actual):
+                    kind: What = "later" if item == "parameters" and _goes_on(wanted, actual) else "schedule"
+                    yield _differing(kind, f"{place}/{item}", values, item=item)
 
     def _with_lengths(self, difference: Difference) -> Difference:
         """Returns a difference of schedules, with why: another number of updates in all."""
@@ -401,33 +404,33 @@ class _States:
         schedules = [run.schedules for run in self._runs]
         if not self._rates or any(len(calls) != 1 for calls in schedules):
             return
-        ((theirs,), (mine,)) = schedules
-        if theirs.at is None or theirs.at != mine.at:
+        ((wanted,), (other_call,)) = schedules
+        if wanted.at is None or wanted.at != other_call.at:
             return
         self._unsaid[_CALLED] = None
         numbers = self._right.optimizer.group_numbers
         for number, group in enumerate(self._other.optimizer.groups):
             shared = [path for path in group.paths if path in numbers]
-            rate = theirs.last_of(numbers[shared[0]]) if shared else None
+            rate = wanted.last_of(numbers[shared[0]]) if shared else None
             if rate is None or number not in self._rates:
                 continue
-            form = _Form((_always(rate), self._rates[number]), (theirs.at, mine.at))
-            if form.is_told() and not form.is_same(rate, actual := form.rates[1](theirs.at)):
-                item = f"rate after {theirs.at} updates"
+            form = _Form((_always(rate), self._rates[number]), (wanted.at, other_call.at))
+            if form.is_told() and not form.is_same(rate, actual := form.rates[1](wanted.at)):
+                item = f"rate after {wanted.at} updates"
                 apart = _differing("later", f"schedule/{shared[0]}/rate", (rate, actual), shared[0], item)
                 yield self._with_lengths(apart)
                 return
 
     def _parts(self, right: RunState, other: RunState) -> Iterator[Difference]:
         parts = [_numbered(side.parts) for side in (right, other)]
-        for what, i in _both(*parts):
-            sides = [part.get((what, i)) for part in parts]
-            if what not in _PARTS:
-                self._unsaid[uncompared(what)] = None
+        for kind, i in _both(*parts):
+            sides = [part.get((kind, i)) for part in parts]
+            if kind not in _PARTS:
+                self._unsaid[uncompared(kind)] = None
                 continue
             values = [None if side is None else plain(side.value) for side in sides]
             if values[0] != values[1]:
-                yield _differing("part", what, values, item=what)
+                yield _differing("part", kind, values, item=kind)
 
     def _is_otherwise_said(self, item: str, right: Schedule, other: Schedule) -> bool:
         """Tells whether two forms of a schedule are of one function, or, of two systems, can't be compared."""
@@ -436,10 +439,10 @@ class _States:
         rates = [side.rates for side in (right, other)]
         if all(rate and not any(isinstance(side, str) for side in rate) for rate in rates):
             return len(rates[0]) == len(rates[1]) and all(
-                alike({}, rate.rate(count), theirs.rate(count)) is not None
-                for rate, theirs in zip(*rates, strict=True)
-                if not isinstance(rate, str) and not isinstance(theirs, str)
-                for count in (*_COUNTS, *rate.turns, *theirs.turns)
+                alike({}, rate.rate(count), wanted.rate(count)) is not None
+                for rate, wanted in zip(*rates, strict=True)
+                if not isinstance(rate, str) and not isinstance(wanted, str)
+                for count in (*_COUNTS, *rate.turns, *wanted.turns)
             )
         if right.kind != other.kind and {right.place, other.place} & {KERAS_SCHEDULE, f"extra/{CALLED}"}:
             self._unsaid["the schedule: its two forms can't be compared"] = None
@@ -622,8 +625,8 @@ def _parted(forms: Mapping[str, _Form]) -> Iterator[Difference]:
     for path, form in forms.items():
         if (apart := form.apart()) is not None:
             count, *values = apart
-            what: What = "later" if None not in form.at and form.at[0] == form.at[1] else "schedule"
-            yield _differing(what, f"schedule/{path}/rate", values, path, f"rate after {count} updates")
+            kind: What = "later" if None not in form.at and form.at[0] == form.at[1] else "schedule"
+            yield _differing(kind, f"schedule/{path}/rate", values, path, f"rate after {count} updates")
             break
 
 
@@ -644,9 +647,9 @@ def _differing(what: What, place: str, values: Sequence[Any], path: str = "", it
 
 def _variants(right: TrainState, other: TrainState) -> Iterator[tuple[str, str, str]]:
     """Yields the schemas that both have in different variants, with these; what a file can't tell is equal to any."""
-    theirs, mine = dict(right.optimizer.kinds), dict(other.optimizer.kinds)
-    for schema, variant in theirs.items():
-        if (wanted := mine.get(schema)) is not None and variant is not None and wanted != variant:
+    right_kinds, other_kinds = dict(right.optimizer.kinds), dict(other.optimizer.kinds)
+    for schema, variant in right_kinds.items():
+        if (wanted := other_kinds.get(schema)) is not None and variant is not None and wanted != variant:
             yield schema, variant, wanted
 
 

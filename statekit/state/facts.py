@@ -131,7 +131,8 @@ def _counts(state: TrainState, name: str, variant: str | None) -> bool:
         return False
     schema = load_schema(name)
     kept = [
-        schema.variant(made)["native_state"].values() for made in ([variant] if variant else schema.variants)
+        schema.variant(maker)["native_state"].values()
+        for maker in ([variant] if variant else schema.variants)
     ]
     return any(part["becomes"] == "counts" for parts in kept for part in parts)
 

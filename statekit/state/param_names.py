@@ -103,19 +103,19 @@ def wrapped_names(ours: Iterable[str], theirs: Collection[str]) -> dict[str, str
         >>> wrapped_names(["h.w", "h.b"], ["net._orig_mod.h.w", "net._orig_mod.h.b", "loss.w"])
         {'h.w': 'net._orig_mod.h.w', 'h.b': 'net._orig_mod.h.b'}
     """
-    ours = list(ours)
-    both = {*ours} & {*theirs}
-    there = _by_inner(name for name in theirs if name not in both)
-    here = _by_inner(name for name in ours if name not in both)
+    names = list(ours)
+    both = {*names} & {*theirs}
+    inner_names = _by_inner(name for name in theirs if name not in both)
+    own_inner = _by_inner(name for name in names if name not in both)
     pairs: dict[str, str] = {}
-    for inner, names in here.items():
-        partners = there.get(inner, [])
-        usual = [name for name in names if f".{_USUAL}." in f"{name.replace('/', '.')}."] or names
+    for inner, wrapped in own_inner.items():
+        partners = inner_names.get(inner, [])
+        usual = [name for name in wrapped if f".{_USUAL}." in f"{name.replace('/', '.')}."] or wrapped
         if len(partners) == 1 and len(usual) == 1:
             pairs[usual[0]] = partners[0]
-    if not both and len(pairs) < len(here):
-        pairs |= _below_one_module(here, there)
-    return {name: pairs[name] for name in ours if name in pairs}
+    if not both and len(pairs) < len(own_inner):
+        pairs |= _below_one_module(own_inner, inner_names)
+    return {name: pairs[name] for name in names if name in pairs}
 
 
 def _below_one_module(here: Mapping[str, list[str]], there: Mapping[str, list[str]]) -> dict[str, str]:

@@ -383,8 +383,8 @@ class _Around:
 
     @staticmethod
     def of(extra: Mapping[str, Tree]) -> _Around:
-        beside, groups, call = extra.get(BESIDE), extra.get("param_groups"), extra.get(CALLED)
-        arguments = beside.get(TRAINER_ARGUMENTS) if isinstance(beside, Mapping) else None
+        neighbours, groups, call = extra.get(BESIDE), extra.get("param_groups"), extra.get(CALLED)
+        arguments = neighbours.get(TRAINER_ARGUMENTS) if isinstance(neighbours, Mapping) else None
         options = (
             [group if isinstance(group, Mapping) else {} for group in groups]
             if isinstance(groups, list)

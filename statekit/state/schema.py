@@ -305,7 +305,10 @@ class OptimizerSchema:
                 int(index) if index else None,
                 shared[argument],
                 "sign" in native[name],
-                tuple((_hashable(there), _hashable(here)) for there, here in native[name].get("values", ())),
+                tuple(
+                    (_hashable(word), _hashable(canonical))
+                    for word, canonical in native[name].get("values", ())
+                ),
                 native[name].get("otherwise"),
                 tuple(native[name].get("parts", ())),
             )
@@ -397,7 +400,7 @@ class Spelling:
             0.2
         """
         if self.words:
-            values = {repr(there): here for there, here in self.words}
+            values = {repr(word): canonical for word, canonical in self.words}
             return values.get(repr(_hashable(value)), value if self.otherwise is None else self.otherwise)
         return self.signed(value if self.index is None else value[self.index])
 
@@ -413,7 +416,7 @@ def _in_words(means: Mapping[Spelling, Any]) -> Any:
     Raises:
         InexactError: No value of it says all that.
     """
-    words = [there for spelling in means for there, _ in spelling.words]
+    words = [text for spelling in means for text, _ in spelling.words]
     for word in (*words, *means.values()):
         if all(_hashable(spelling.canonical(word)) == _hashable(value) for spelling, value in means.items()):
             return word

@@ -117,13 +117,16 @@ def _adam(
     else:
         divisor = np.sqrt(second + hyper.epsilon_root) + epsilon
         text = "D = sqrt(v̂ + epsilon_root) + epsilon" if hyper.epsilon_root else "D = sqrt(v̂) + epsilon"
-    direction, said = None, ""
+    direction, equation = None, ""
     if schema == "lamb":
-        direction, said = first / divisor, "x = m̂ / D"
+        direction, equation = first / divisor, "x = m̂ / D"
         if hyper.weight_decay_rate is not None and form.get("weight_decay_place") == "in_direction":
-            direction, said = direction + hyper.weight_decay_rate * place.param, "x = m̂ / D + weight_decay p"
+            direction, equation = (
+                direction + hyper.weight_decay_rate * place.param,
+                "x = m̂ / D + weight_decay p",
+            )
     corrections = {"m": c1, "v": c2} if corrects else None
-    return Moments(second, formula, divisor, text, epsilon**2, first, corrections, direction, said)
+    return Moments(second, formula, divisor, text, epsilon**2, first, corrections, direction, equation)
 
 
 def _adamw(place: ParameterStep) -> Moments | None:

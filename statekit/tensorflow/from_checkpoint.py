@@ -126,10 +126,10 @@ def order_of(path: Place, variables: Variables, given: Sequence[str] | None) -> 
 
 def renumbered(opened: OpenState, variables: Sequence[Any]) -> dict[str, str]:
     """Returns names in one of Keras' own files by the variables' paths, where Keras has numbered layers anew since."""
-    mine, theirs = [path_of(variable) for variable in variables], list(opened.state.params)
-    if opened.layout not in KERAS_LAYOUTS or {*mine} <= {*theirs}:
+    variable_paths, stored_paths = [path_of(variable) for variable in variables], list(opened.state.params)
+    if opened.layout not in KERAS_LAYOUTS or {*variable_paths} <= {*stored_paths}:
         return {}
-    pairs = partners(mine, theirs)
+    pairs = partners(variable_paths, stored_paths)
     return {path: name for path, name in pairs.items() if path != name}
 
 
@@ -291,20 +291,20 @@ def _moved(
     shapes = {normal(path): tensor.shape for path, tensor in state.params.items()}
     moved = {normal(path): path for path in state.optimizer.paths}
     wanted = {path_of(v): normal(renamed_path(path_of(v), names)) for v in given}
-    mine = {wanted[path_of(v)]: v for v in given}
+    variable_of = {wanted[path_of(v)]: v for v in given}
     several = "stands twice among the variables: give each a name of its own"
     faults = [(several, path) for path in twice(map(path_of, given))]
     faults += match_faults(
-        shapes, moved, {key: Given(path_of(v), tuple(v.shape)) for key, v in mine.items()}, "variables"
+        shapes, moved, {key: Given(path_of(v), tuple(v.shape)) for key, v in variable_of.items()}, "variables"
     )
     faults += _stray_names(names, wanted)
     faults += [
         ("was frozen in the recorded run: set trainable = False, or leave it out", stored[key])
-        for key in mine
+        for key in variable_of
         if key in stored and key not in moved
     ]
     Faults(faults).check(StateError, "The checkpoint doesn't fit the variables", place=place, remedy=_REMEDY)
-    return {path: mine[key] for key, path in moved.items()}
+    return {path: variable_of[key] for key, path in moved.items()}
 
 
 def model_of(variables: Iterable[Any], names: Mapping[str, str] | None) -> TargetModel:
@@ -335,15 +335,15 @@ def _stored_slots(state: TrainState, paths: Container[str]) -> dict[tuple[str, s
 def _targets(optimizer: SchemaOptimizer, state: TrainState, place: object) -> list[tuple[Any, Tensor]]:
     """Returns each variable of an optimizer with what is copied into it."""
     kept = (*optimizer.slots().items(), *optimizer.averages().items())
-    mine = {(path, name): v for path, arrays in kept for name, v in arrays.items()}
-    theirs = _stored_slots(state, optimizer.slots())
-    faults = [("isn't in the checkpoint", " ".join(key)) for key in mine if key not in theirs]
+    slot_variables = {(path, name): v for path, arrays in kept for name, v in arrays.items()}
+    stored = _stored_slots(state, optimizer.slots())
+    faults = [("isn't in the checkpoint", " ".join(key)) for key in slot_variables if key not in stored]
     faults += [
         ("is in the checkpoint, but the optimizer has no use for it", " ".join(k))
-        for k in theirs
-        if k not in mine
+        for k in stored
+        if k not in slot_variables
     ]
-    pairs = [(mine[key], theirs[key], " ".join(key)) for key in mine if key in theirs]
+    pairs = [(slot_variables[key], stored[key], " ".join(key)) for key in slot_variables if key in stored]
     Faults([*faults, *_misfits(pairs, "the optimizer")]).check(
         StateError, "The checkpoint's slots don't fit the optimizer", place=place, remedy=_REMEDY
     )
@@ -454,8 +454,8 @@ def _shapes(variables: Variables, names: Mapping[str, str]) -> dict[str, tuple[S
 
 
 def _arguments(state: TrainState) -> frozenset[str]:
-    ours = (name for schema, variant in state.optimizer.kinds for name in taken(schema, str(variant)))
-    return frozenset(_ARGUMENTS) - frozenset(ours)
+    names = (name for schema, variant in state.optimizer.kinds for name in taken(schema, str(variant)))
+    return frozenset(_ARGUMENTS) - frozenset(names)
 
 
 FRAMEWORK = Framework(

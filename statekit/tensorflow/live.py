@@ -111,10 +111,10 @@ def live_state(variables: Mapping[str, Any], optimizer: Any) -> TrainState:
     layout, _ = registry.detect_layout(checkpoint)
     state = registry.decoded(layout, checkpoint, NO_HINTS)
     name_of = _names(variables, built)
-    mine = {
+    arrays = {
         name: name_of[id(variable)] for name, variable in variables.items() if name_of[id(variable)] != name
     }
-    state = renamed(state, mine, LIVE)
+    state = renamed(state, arrays, LIVE)
     if isinstance(optimizer.get_config()["learning_rate"], Mapping):
         state = _with_rate(state, optimizer)
     return state if optimizer.built else _without_slots(state)

@@ -111,10 +111,10 @@ def partners(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
     """
     if set(mine) <= set(theirs):
         return {path: path for path in mine}
-    ours = _inner(mine)
+    inner_names = _inner(mine)
     saved = {inner: path for path, inner in _inner(theirs).items()}
-    if set(ours.values()) <= saved.keys():
-        return {path: saved[inner] for path, inner in ours.items()}
+    if set(inner_names.values()) <= saved.keys():
+        return {path: saved[inner] for path, inner in inner_names.items()}
     pairs: dict[str, str] = {}
     ours_alike, alike = _alike(mine), _alike(theirs)
     for kind in [kind for kind, paths in ours_alike.items() if len(alike.get(kind, [])) == len(paths)]:

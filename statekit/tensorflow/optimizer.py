@@ -72,15 +72,17 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
     ) -> None:
         variant = self.USUAL if variant is None else variant
         steps_for(self.SCHEMA, variant)
-        ours = {k: v for k, v in options.items() if k not in KERAS or k in taken(self.SCHEMA, variant)}
+        arguments = {k: v for k, v in options.items() if k not in KERAS or k in taken(self.SCHEMA, variant)}
         by_path = dict(rules or {}), dict(names or {}), dict(missed or {})
-        spec = OptimizerSpec(self.SCHEMA, variant, ours, tuple(groups), *by_path)
+        spec = OptimizerSpec(self.SCHEMA, variant, arguments, tuple(groups), *by_path)
         fault = _rate_fault(learning_rate)
         spec = read_spec(spec, [(fault, "learning_rate")] if fault else [])
-        theirs = by_keras(self.SCHEMA, variant)
-        base = {k: v for k, v in options.items() if k not in ours}
-        base |= {theirs[k]: spec.hyperparameters[k] for k in theirs.keys() & spec.hyperparameters.keys()}
-        left = {k: v for k, v in spec.hyperparameters.items() if k not in theirs}
+        keras_names = by_keras(self.SCHEMA, variant)
+        base = {k: v for k, v in options.items() if k not in arguments}
+        base |= {
+            keras_names[k]: spec.hyperparameters[k] for k in keras_names.keys() & spec.hyperparameters.keys()
+        }
+        left = {k: v for k, v in spec.hyperparameters.items() if k not in keras_names}
         if learning_rate is None:
             learning_rate = _usual_rate(self.SCHEMA, variant)
         super().__init__(learning_rate=_rate(learning_rate), name=name, **{**KERAS, **base})
@@ -124,7 +126,7 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         faults = [("is the name of several variables", path) for path in twice(paths)]
         same = {path: path for path in names}
         if not names.keys() <= {*paths}:  # Keras named the variables anew since these names were saved
-            same = {there: here for here, there in partners(paths, list(names)).items()}
+            same = {saved: here for here, saved in partners(paths, list(names)).items()}
             faults += [("is the name of no variable", path) for path in names if path not in same]
         canonical = {path: path for path in paths} | {same[p]: name for p, name in names.items() if p in same}
         faults += [("is the name of several variables", path) for path in twice(canonical.values())]
@@ -191,13 +193,13 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
             for replica, movement in enumerate(self._movements):
                 device = strategy.extended.worker_devices[replica] if len(self._movements) > 1 else None
                 with tf.device(device):
-                    mine = [
+                    positions = [
                         self._dense(path, _of_replica(strategy, grad, replica))
                         for path, grad in zip(paths, whole, strict=True)
                     ]
                     given = _of_replica(strategy, rate, replica) if self._rate_given else None
                     movement.run(
-                        paths, tuple(mine), None if given is None else tf.cast(given, tf.float32), step
+                        paths, tuple(positions), None if given is None else tf.cast(given, tf.float32), step
                     )
 
         tf.__internal__.distribute.interim.maybe_merge_call(
@@ -268,22 +270,24 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
                 stacklevel=2,
             )
             return
-        mine, saved = self._by_name(), list(store.keys())
-        theirs = _keys(list(mine), saved)
-        faults = Faults(("isn't in the file", name) for name in mine if name not in theirs)
-        faults += [("is in the file, but not in the optimizer", n) for n in saved if n not in theirs.values()]
+        variables, saved = self._by_name(), list(store.keys())
+        saved_keys = _keys(list(variables), saved)
+        faults = Faults(("isn't in the file", name) for name in variables if name not in saved_keys)
         faults += [
-            (f"has shape {tuple(store[theirs[name]].shape)} in the file, here {tuple(v.shape)}", name)
-            for name, v in mine.items()
-            if name in theirs and tuple(store[theirs[name]].shape) != tuple(v.shape)
+            ("is in the file, but not in the optimizer", n) for n in saved if n not in saved_keys.values()
+        ]
+        faults += [
+            (f"has shape {tuple(store[saved_keys[name]].shape)} in the file, here {tuple(v.shape)}", name)
+            for name, v in variables.items()
+            if name in saved_keys and tuple(store[saved_keys[name]].shape) != tuple(v.shape)
         ]
         faults.check(
             StateError,
             "The saved state doesn't fit the optimizer",
             remedy="names must be those of the run; build the optimizer with the variables of the same model",
         )
-        for name, variable in mine.items():
-            variable.assign(store[theirs[name]])
+        for name, variable in variables.items():
+            variable.assign(store[saved_keys[name]])
 
     def _by_name(self) -> dict[str, Any]:
         """Returns all variables by their names in files."""
@@ -340,9 +344,9 @@ def _keys(mine: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
     for name in mine:
         owner, _, slot = name.rpartition(SEPARATOR)
         path = owner.replace(SEPARATOR, "/")
-        there = _key(same[path], slot) if path in same else name
-        if there in saved:
-            keys[name] = there
+        key = _key(same[path], slot) if path in same else name
+        if key in saved:
+            keys[name] = key
     return keys
 
 

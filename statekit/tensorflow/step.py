@@ -182,10 +182,10 @@ class VariableStep:
         reached, shared, common = steps.prepare(scene, group.spec.group, params, grads, slots, values.shared)
         after, moved = dict[str, Any](), dict[str, dict[str, Any]]()
         for missing, config, paths in _batches(group.configs, values, reached, self.spec.missed):
-            there = (scene.rate, scene.step - missing, common)
+            moment = (scene.rate, scene.step - missing, common)
             moving = _Moving(steps, scene.variant, config)
             arguments = [(params[path], reached[path], slots[path]) for path in paths]
-            for path, updated in zip(paths, self._updated(moving, there, arguments), strict=True):
+            for path, updated in zip(paths, self._updated(moving, moment, arguments), strict=True):
                 after[path], moved[path] = updated
         return GroupValues(after, moved, {name: shared[name] for name in group.shared})
 

@@ -104,8 +104,8 @@ def overlap(index: Index, box: Box) -> tuple[Index, Index] | None:
     if not all(a < b for a, b in zip(low, high, strict=True)):
         return None
     within = tuple(slice(a - at, b - at) for a, b, at in zip(low, high, offsets, strict=True))
-    there = tuple(slice(a - s.start, b - s.start) for a, b, s in zip(low, high, index, strict=True))
-    return within, there
+    inner = tuple(slice(a - s.start, b - s.start) for a, b, s in zip(low, high, index, strict=True))
+    return within, inner
 
 
 @dataclass(frozen=True)

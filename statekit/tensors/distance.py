@@ -87,8 +87,8 @@ def distance(right: Tensor, other: Tensor, parts: Sequence[Index] | None = None)
                     yield index, right.read(index), other.read(index)
 
     pairs, total = passed(read()), Distance()
-    for index, theirs, mine in ahead(pairs) if nbytes(right) > BLOCK_BYTES else pairs:
-        total = _joined(total, _of_block(theirs, mine, index))
+    for index, wanted, actual in ahead(pairs) if nbytes(right) > BLOCK_BYTES else pairs:
+        total = _joined(total, _of_block(wanted, actual, index))
     return total
 
 
@@ -97,17 +97,17 @@ def _of_block(right: Array, other: Array, index: Index) -> Distance:
         bits = _bits(right) != _bits(other)
         if not bits.any():
             return Distance(right.size)
-    mine, theirs = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (other, right))
-    apart = gap(mine, theirs)
+    actual, wanted = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (other, right))
+    apart = gap(actual, wanted)
     unequal = bits if right.dtype == other.dtype else apart > 0
     if not unequal.any():
         return Distance(right.size)
     with np.errstate(all="ignore"):
         rounded = right.astype(other.dtype)
-        sizes = np.abs(theirs)
+        sizes = np.abs(wanted)
         scale = float(np.max(np.where(np.isfinite(sizes), sizes, 0.0)))
         largest = float(np.max(apart))
-        counts = 0.0 if right.dtype.kind in "bc" else float(np.max(_over(apart, ulp(theirs, right.dtype))))
+        counts = 0.0 if right.dtype.kind in "bc" else float(np.max(_over(apart, ulp(wanted, right.dtype))))
     place = np.argwhere(unequal)[0] if unequal.ndim else ()
     return Distance(
         right.size,

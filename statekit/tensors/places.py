@@ -298,8 +298,8 @@ class Rescaled(EachElement, OfOne):
     def read(self, index: Index | None = None) -> Array:
         """Reads a block, computed in float64 and rounded once."""
         index = normal_index(index, self.shape)
-        there = tuple(index[i] for i in self.axes)
-        part, whole = (tensor.read(there).astype(np.float64) for tensor in (self.part, self.whole))
+        reduced = tuple(index[i] for i in self.axes)
+        part, whole = (tensor.read(reduced).astype(np.float64) for tensor in (self.part, self.whole))
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.where(whole == 0, 1.0, part / whole)
             along = tuple(i for i in range(len(self.shape)) if i not in self.axes)
@@ -371,9 +371,9 @@ class Padded(OfOne):
     def read(self, index: Index | None = None) -> Array:
         index, at = normal_index(index, self.shape), self.axis
         block = np.zeros(index_shape(index), self.dtype)
-        wanted, there = index[at], self.tensor.shape[at]
+        wanted, length = index[at], self.tensor.shape[at]
         head = (slice(None),) * at
-        old = max(0, min(wanted.stop, there) - wanted.start)
+        old = max(0, min(wanted.stop, length) - wanted.start)
         if old:
             along = slice(wanted.start, wanted.start + old)
             block[(*head, slice(0, old))] = self.tensor.read((*index[:at], along, *index[at + 1 :]))

@@ -221,8 +221,8 @@ def with_leaves(tree: Tree, leaves: Mapping[Path, Any]) -> Tree:
     if isinstance(tree, Mapping):
         return {**tree, **{key: with_leaves(tree[key], inner) for key, inner in below.items()}}
     if isinstance(tree, (list, tuple)):
-        each = [with_leaves(part, below[i]) if i in below else part for i, part in enumerate(tree)]
-        return each if isinstance(tree, list) else tuple(each)
+        items = [with_leaves(part, below[i]) if i in below else part for i, part in enumerate(tree)]
+        return items if isinstance(tree, list) else tuple(items)
     return tree
 
 

@@ -181,8 +181,10 @@ def nothing_vanishes(trial: Trial) -> None:
     in_state = [*tensors(state).values(), *tensor_names(dict(state.extra)).values()]
     kept = {name for tensor in in_state for name in _sources(tensor.to_json())}
     written = set() if trial.only_read else tensor_names(trial.encoded.tree).keys()
-    there = {id(checkpoint.tensors[name]) for name in kept | reads}  # a tensor may have several names
-    lost = [n for n, tensor in checkpoint.tensors.items() if id(tensor) not in there and n not in written]
+    identities = {id(checkpoint.tensors[name]) for name in kept | reads}  # a tensor may have several names
+    lost = [
+        n for n, tensor in checkpoint.tensors.items() if id(tensor) not in identities and n not in written
+    ]
     assert not lost, f"vanish: {lost[:10]}"
 
 
@@ -392,9 +394,9 @@ def _require_kept(making: Making, state: TrainState, name: str) -> None:
         return
     native = [id(tensor) for tensor in tensor_names(encoded.tree).values()]
     for path, slots in state.slots.items():
-        there = native.count(id(slots[name])) > 1  # once as the parameter
+        is_stored = native.count(id(slots[name])) > 1  # once as the parameter
         named = any(gone.endswith(f"{path}/{name}") for gone in encoded.dropped)
-        assert there or named, f"slot {name} of {path} vanishes"
+        assert is_stored or named, f"slot {name} of {path} vanishes"
 
 
 def _have_one_count(meant: TrainState, back: TrainState) -> bool:

@@ -97,9 +97,11 @@ def keeps_shapes_and_dtypes(trial: Trial) -> None:
         alone = (1,) * len(shape)
         for name, tensor in fresh.items():
             kind = slots[name].shape
-            said = {"parameter": shape, "scalar_per_parameter": alone}.get(kind, tensor.shape)
-            said = (tensor.shape[0], *alone) if kind == "scale_history" else said
-            assert tensor.shape == said, f"{path} {name} begins with shape {tensor.shape}, expected {said}"
+            shape_due = {"parameter": shape, "scalar_per_parameter": alone}.get(kind, tensor.shape)
+            shape_due = (tensor.shape[0], *alone) if kind == "scale_history" else shape_due
+            assert tensor.shape == shape_due, (
+                f"{path} {name} begins with shape {tensor.shape}, expected {shape_due}"
+            )
     live = load(xp, case.state)
     after = trial.move(live, trial.held(case.grads[0]), RATE)
     old, new = (named(x.params, x.slots, x.shared) for x in (live, after))
@@ -304,8 +306,8 @@ class Uncompiled:
 
 
 def _require_same(ours: TrainState, theirs: TrainState, when: str) -> None:
-    mine, other = tensors(ours), tensors(theirs)
-    unequal = [key for key, tensor in mine.items() if tensor.read().tobytes() != other[key].read().tobytes()]
+    right, other = tensors(ours), tensors(theirs)
+    unequal = [key for key, tensor in right.items() if tensor.read().tobytes() != other[key].read().tobytes()]
     assert not unequal, f"other bits {when}: {unequal}"
     assert ours.counts == theirs.counts, f"other counts {when}: {ours.counts}, {theirs.counts}"
 

@@ -119,13 +119,13 @@ def _by_name(named_parameters: NamedParameters | torch.nn.Module) -> dict[str, t
 
 def _states_beside(schedulers: Sequence[Any], scaler: Any) -> dict[str, Any]:
     """Returns the states of schedulers and of a scaler as checkpoints hold them; one that is switched off has none."""
-    beside: dict[str, Any] = {}
+    states_by_kind: dict[str, Any] = {}
     states = [scheduler.state_dict() for scheduler in schedulers]
     if states:
-        beside |= {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
+        states_by_kind |= {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
     if scaler is not None and (state := scaler.state_dict()):
-        beside["scaler"] = state
-    return beside
+        states_by_kind["scaler"] = state
+    return states_by_kind
 
 
 def live_run(
@@ -150,10 +150,10 @@ def live_run(
     call, model = Call.of(path, options).alone(), Model(list(here.items()))
     hints = hints_of(call, model)
     moved = [_innermost(wrapped, "scheduler") for wrapped in _all(scheduler)]
-    beside = _states_beside(moved, scaler)
+    extra = _states_beside(moved, scaler)
 
     def checkpoint() -> Checkpoint:
-        return live_checkpoint(here, inner, beside, flat, _buffers(named_parameters)[0] if is_model else {})
+        return live_checkpoint(here, inner, extra, flat, _buffers(named_parameters)[0] if is_model else {})
 
     is_apart = bool(flat) or any(is_sharded(param) for param in here.values())
     shared = is_apart and torch.distributed.is_initialized()

@@ -281,10 +281,10 @@ def maps_to(call: Call, model: Model) -> tuple[StateMap, ...]:
     """Returns the maps to a model that is there: its tensors, and its modules' classes where they are known."""
     if call.map is None and not call.config:
         return ()
-    theirs = {path_of(mine): path_of(name) for mine, name in call.names.items()}
+    native_paths = {path_of(own_name): path_of(name) for own_name, name in call.names.items()}
     classes = {} if model.module is None else _classes(model.module)
-    paths = frozenset(renamed_path(path_of(mine), theirs) for mine, _ in model.tensors)
-    of = {renamed_path(path_of(mine), theirs): kind for mine, kind in classes.items()}
+    paths = frozenset(renamed_path(path_of(own_name), native_paths) for own_name, _ in model.tensors)
+    of = {renamed_path(path_of(own_name), native_paths): kind for own_name, kind in classes.items()}
     return maps_of(call.map, call.config, builds=False, model=TargetModel(paths, of))
 
 
@@ -329,13 +329,13 @@ def hints_of(call: Call, model: Model) -> CheckpointRef:
     """Returns what a layout decodes by: the ref, and the parameters that the caller has for the checkpoint."""
     if maps_to(call, model):
         return call.ref  # the checkpoint has other parameters
-    theirs = {path_of(mine): name for mine, name in call.names.items()}
-    modules = {mine: path_of(name) for mine, name in theirs.items()}
+    native_names = {path_of(own_name): name for own_name, name in call.names.items()}
+    modules = {own_name: path_of(name) for own_name, name in native_names.items()}
 
     def there(name: str) -> str:
         path = path_of(name)
         around = renamed_path(path, modules)
-        return theirs.get(path, name if around == path else around.replace("/", "."))
+        return native_names.get(path, name if around == path else around.replace("/", "."))
 
     trained: dict[str, Tensor] = {
         name: Stored(tuple(param.shape), dtype_of(param), _no_values(name), name, "the model")
@@ -346,8 +346,8 @@ def hints_of(call: Call, model: Model) -> CheckpointRef:
 
 def _names(opened: OpenState, call: Call, model: Model) -> tuple[Mapping[str, str], list[str]]:
     """Returns a checkpoint's names by the model's, where they differ, and all names of the model."""
-    ours = [name for name, _ in model.tensors]
-    return call.names or ({} if maps_to(call, model) else saved_under(opened, ours)), ours
+    names = [name for name, _ in model.tensors]
+    return call.names or ({} if maps_to(call, model) else saved_under(opened, names)), names
 
 
 def _shapes(model: Model, names: Mapping[str, str]) -> dict[str, tuple[Shape, DType]]:
@@ -384,21 +384,21 @@ def _grouped(
     """Sorts a model's parameters into the groups of a state, in the state's order."""
     pairs = pairs_of(named_parameters)
     given = {path_of(name): param for name, param in pairs}
-    mine = {path_of(n): Given(n, tuple(p.shape), p.requires_grad) for n, p in pairs}
+    given_params = {path_of(n): Given(n, tuple(p.shape), p.requires_grad) for n, p in pairs}
     # What the run's optimizer didn't move stands beside its parameters, and stays as it is.
-    beside: Mapping[str, Any] = state.extra.get(BUFFERS) or {}
-    weights = {**{name: leaf for name, leaf in beside.items() if isinstance(leaf, Tensor)}, **state.params}
+    buffers: Mapping[str, Any] = state.extra.get(BUFFERS) or {}
+    weights = {**{name: leaf for name, leaf in buffers.items() if isinstance(leaf, Tensor)}, **state.params}
     stored = {path_of(path): tensor.shape for path, tensor in weights.items()}
     moved = [path_of(path) for path in state.optimizer.paths]
     faults = [
         ("stands twice among the parameters", n)
         for n, p in pairs
-        if mine[path_of(n)].name != n or given[path_of(n)] is not p
+        if given_params[path_of(n)].name != n or given[path_of(n)] is not p
     ]
-    faults += match_faults(stored, moved, mine, "parameters")
+    faults += match_faults(stored, moved, given_params, "parameters")
     Faults(faults).check(StateError, "The checkpoint doesn't fit the parameters", place=place, remedy=_REMEDY)
     return [
-        [(mine[path_of(p)].name, given[path_of(p)]) for p in group.paths]
+        [(given_params[path_of(p)].name, given[path_of(p)]) for p in group.paths]
         for group in state.optimizer.groups
         if group.paths
     ]

@@ -65,17 +65,17 @@ def compare_generators(opened: OpenState) -> tuple[list[Finding], list[str]]:
 
 def _parts(opened: OpenState) -> Iterator[tuple[str, Tree | Callable[[], Tree]]]:
     """Yields the records and files of a checkpoint that may hold generators' states, with their names."""
-    beside = opened.state.extra.get(BESIDE)
-    kept: Mapping[Any, Tree] = beside if isinstance(beside, Mapping) else {}
+    extra = opened.state.extra.get(BESIDE)
+    kept: Mapping[Any, Tree] = extra if isinstance(extra, Mapping) else {}
     files = kept.get(_FILES)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    mine = {name.format(rank=rank) for name in _NAMES}
+    names = {name.format(rank=rank) for name in _NAMES}
     for part in run_of(opened.state.extra).parts:
         if part.what != "random":
             continue
         *above, last = part.place.split("/")
         if above[-1:] == [_FILES] and isinstance(files, Mapping) and last in files:
-            if last in mine:
+            if last in names:
                 yield last, lambda last=last: _tree_of(opened, last)  # type: ignore[misc]  # a default's type
             continue
         node: Any = opened.state.extra

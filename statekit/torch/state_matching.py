@@ -72,15 +72,15 @@ def match(
         StateError: It doesn't fit; lists every fault.
     """
     faults = Faults()
-    theirs = _saved(schemas, kind, saved, faults)
-    ours = {path_of(name): name for group in groups for name in group["param_names"]}
-    faults += [("isn't in the state", name) for path, name in ours.items() if path not in theirs]
+    saved_state = _saved(schemas, kind, saved, faults)
+    name_of = {path_of(name): name for group in groups for name in group["param_names"]}
+    faults += [("isn't in the state", name) for path, name in name_of.items() if path not in saved_state]
     faults += [
         ("is in the state, but not in the optimizer", entry.name)
-        for path, entry in theirs.items()
-        if path not in ours
+        for path, entry in saved_state.items()
+        if path not in name_of
     ]
-    partners = list(_partners(groups, theirs, faults))
+    partners = list(_partners(groups, saved_state, faults))
     fitted: list[ParamGroup] = []
     slots: list[tuple[torch.Tensor, Sources]] = []
     for i, (group, partner) in enumerate(zip(groups, partners, strict=True)):
@@ -97,10 +97,10 @@ def match(
             )
             continue
         faults += _value_faults(stored, group["schema"], f"group {i}")
-        whole = _merged(group, stored, theirs)
+        whole = _merged(group, stored, saved_state)
         fitted.append(_with_slots(whole, stored.get("slots", {}), f"group {i}", faults))
         for name, param in zip(group["param_names"], group["params"], strict=True):
-            if (entry := theirs.get(path_of(name))) is not None:
+            if (entry := saved_state.get(path_of(name))) is not None:
                 slots.append((param, _sources(name, param, entry.slots, whole, faults)))
     is_narrow = any(_NARROW in fault for fault, _ in faults)
     faults.check(
@@ -114,8 +114,8 @@ def _saved(
 ) -> dict[str, _Saved]:
     """Returns what the state holds, by path."""
     groups, state = saved.get("param_groups"), saved.get("state")
-    ours = isinstance(groups, Sequence) and all(_is_ours(schemas, group) for group in groups)
-    if not ours or not isinstance(groups, Sequence) or not isinstance(state, Mapping):
+    is_own = isinstance(groups, Sequence) and all(_is_ours(schemas, group) for group in groups)
+    if not is_own or not isinstance(groups, Sequence) or not isinstance(state, Mapping):
         raise StateError(
             f"This isn't a state of statekit.torch.{kind}.",
             expected="state and param_groups, each group with params, param_names, rules and step",
@@ -274,13 +274,13 @@ def copy_into(target: torch.Tensor, source: Source) -> None:
     Of a sharded tensor each process fills its own part, and reads no more than that.
     """
     local, start = own_part(target)
-    mine = tuple(slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
+    part = tuple(slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
     if isinstance(source, torch.Tensor):
-        local.copy_(laid_out_like(source, target) if is_sharded(source) else source[mine])
+        local.copy_(laid_out_like(source, target) if is_sharded(source) else source[part])
         return
     xp = backend("torch")
     for block in blocks(source):
-        both = [slice(max(b.start, m.start), min(b.stop, m.stop)) for b, m in zip(block, mine, strict=True)]
+        both = [slice(max(b.start, m.start), min(b.stop, m.stop)) for b, m in zip(block, part, strict=True)]
         if all(s.start < s.stop for s in both):
-            there = tuple(slice(s.start - i, s.stop - i) for s, i in zip(both, start, strict=True))
-            local[there].copy_(xp.asarray(source.read(tuple(both))))
+            inner = tuple(slice(s.start - i, s.stop - i) for s, i in zip(both, start, strict=True))
+            local[inner].copy_(xp.asarray(source.read(tuple(both))))

@@ -166,26 +166,28 @@ def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reade
     by_map = {mapping.target: (mapping.exactness, mapping.reason) for mapping in plan.mapped}
     rows = []
     for name in dict.fromkeys([*right, *other]):
-        expected_tensor, there = right.get(name), other.get(name)
+        expected_tensor, target_tensor = right.get(name), other.get(name)
         sources, operations = _origin(expected_tensor)
-        targets, stored_by = _origin(there)
+        targets, stored_by = _origin(target_tensor)
         levels = [exactness[target] for target in targets if target in exactness]
         levels += [by_map[path] for path in by_map if _is_of(name, path)]
         level, reason = max(levels, default=(Exactness.BITWISE, ""), key=lambda pair: pair[0])
         row = Row(name, sources, operations, targets, stored_by, level, reason, "refuted")
-        if expected_tensor is None or there is None:
+        if expected_tensor is None or target_tensor is None:
             rows.append(
                 replace(
                     row, reason="only the target has it" if expected_tensor is None else "the target lacks it"
                 )
             )
-        elif expected_tensor.shape != there.shape or expected_tensor.dtype != there.dtype:
-            forms = [f"{dtype_name(side.dtype)} {list(side.shape)}" for side in (expected_tensor, there)]
+        elif expected_tensor.shape != target_tensor.shape or expected_tensor.dtype != target_tensor.dtype:
+            forms = [
+                f"{dtype_name(side.dtype)} {list(side.shape)}" for side in (expected_tensor, target_tensor)
+            ]
             rows.append(replace(row, reason=f"is {forms[1]}, should be {forms[0]}"))
-        elif reader.digest(expected_tensor, name) == reader.digest(there, name):
+        elif reader.digest(expected_tensor, name) == reader.digest(target_tensor, name):
             rows.append(replace(row, verdict=_OF_EXACTNESS.get(level, "semantic difference")))
         else:
-            apart = distance(expected_tensor, there)
+            apart = distance(expected_tensor, target_tensor)
             rows.append(replace(row, reason=f"other values than the source: {apart}", distance=apart))
     return rows
 

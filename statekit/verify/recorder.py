@@ -205,11 +205,11 @@ def write_trajectory(path: Path, states: Iterator[TrainState], recording: Record
     """Writes states under the recording's own names, as one safetensors file, and returns the last of them."""
     spool, first = Spool(path.parent), recording.first
     # What a checkpoint of the run held beside is in its own form: that of the recorded states counts here.
-    beside = recording.state(first, recording.trajectories[0], first + 1).extra
+    extra = recording.state(first, recording.trajectories[0], first + 1).extra
     last: TrainState | None = None
     for last in states:
         phase = recording.phase(max(last.counts.updates, first + 1))
-        for name, tensor in system(recording.system).encode(replace(last, extra=beside), phase).items():
+        for name, tensor in system(recording.system).encode(replace(last, extra=extra), phase).items():
             spool.add(f"{recording.number(last.counts.updates)}/{name}", tensor.read())
     if last is None:
         raise UsageError("There is no state to write.", place=path)

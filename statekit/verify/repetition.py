@@ -93,9 +93,9 @@ def repeated(
 def differences(old: Certificate, again: Certificate) -> Iterator[str]:
     """Yields what speaks against a certificate that was made again: other content, or another verdict."""
     for side in _PLACES:
-        one, other = (paper.data["identity"][side]["root"] for paper in (old, again))
-        if one != other:
-            yield f"the {side}'s content has the digest {other}, {one} in the certificate"
+        digest, new_digest = (paper.data["identity"][side]["root"] for paper in (old, again))
+        if digest != new_digest:
+            yield f"the {side}'s content has the digest {new_digest}, {digest} in the certificate"
     given, now = (paper.data["replay"].get("gradients_file") for paper in (old, again))
     if given is not None and now is not None and given["digest"] != now["digest"]:
         yield f"the gradients' file has the digest {now['digest']}, {given['digest']} in the certificate"

@@ -172,17 +172,17 @@ class Subject:
         update, judge = self.first + 1, self.recording.trajectories[0]
         if self.start == "init":
             return self._changed(initial(self.recording.state(self.first, judge, update)))
-        with self._opened(update) as ours:
+        with self._opened(update) as stored:
             xp = NumpyBackend()  # the file is closed from here on, so the state moves into memory
-            extra = {key: _in_memory(part) for key, part in ours.extra.items()}
-            return self._changed(store(xp, load(xp, ours), replace(ours, extra=extra)))
+            extra = {key: _in_memory(part) for key, part in stored.extra.items()}
+            return self._changed(store(xp, load(xp, stored), replace(stored, extra=extra)))
 
     def belief(self, update: int, state: TrainState) -> TrainState:
         """Returns a state with the rules and hyperparameters that our side uses for an update."""
         if self.start == "init":
             return self._changed(told(state, self._said(update)))
-        with self._opened(update) as ours:
-            return self._changed(told(state, ours))
+        with self._opened(update) as stored:
+            return self._changed(told(state, stored))
 
     @contextmanager
     def _opened(self, update: int) -> Iterator[TrainState]:
@@ -306,8 +306,8 @@ class _Stepper:
 
         What steps in another way than the text does as it likes.
         """
-        ours = self.xp.contracts or self.make is not mover
-        return ours or execution(self.execution).contracts or kernels_contract(state)
+        is_contracted = self.xp.contracts or self.make is not mover
+        return is_contracted or execution(self.execution).contracts or kernels_contract(state)
 
     def __call__(self, state: TrainState, live: Live, update: int) -> Live:
         recording, xp = self.subject.recording, self.xp
@@ -335,10 +335,14 @@ def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step:
         before = recording.state(update - 1, trajectory, update)
         after = recording.outcome(update, trajectory)
         first = update == subject.first + 1 and trajectory is recording.trajectories[0]
-        mine = subject.belief(update, before) if not first else start
-        ours = store(xp, step(mine, load(xp, mine), update), mine)
+        believed = subject.belief(update, before) if not first else start
+        stepped = store(xp, step(believed, load(xp, believed), update), believed)
         bound = bounded(before, load(bounds, before), update)
-        old, got, interval = _tensors(before), _tensors(ours), named(bound.params, bound.slots, bound.shared)
+        old, got, interval = (
+            _tensors(before),
+            _tensors(stepped),
+            named(bound.params, bound.slots, bound.shared),
+        )
         for (path, name), recorded in _tensors(after).items():
             if (path, name) not in got:
                 raise StateError(
@@ -364,11 +368,11 @@ def _differences(ours: TrainState, recorded: TrainState) -> Iterator[str]:
     """Names what isn't equal in value: exactly, or as narrowed where the file's dtype is the narrower one."""
     if ours.counts.updates != recorded.counts.updates:
         yield f"step: recorded {recorded.counts.updates}, decoded {ours.counts.updates}"
-    mine, theirs = _tensors(ours), _tensors(recorded)
-    for path, name in sorted(mine.keys() ^ theirs.keys()):
-        yield f"{path} {name}: only {'decoded' if (path, name) in mine else 'recorded'}"
-    for key in sorted(mine.keys() & theirs.keys()):
-        got, want = mine[key].read(), theirs[key].read()
+    decoded_tensors, recorded_tensors = _tensors(ours), _tensors(recorded)
+    for path, name in sorted(decoded_tensors.keys() ^ recorded_tensors.keys()):
+        yield f"{path} {name}: only {'decoded' if (path, name) in decoded_tensors else 'recorded'}"
+    for key in sorted(decoded_tensors.keys() & recorded_tensors.keys()):
+        got, want = decoded_tensors[key].read(), recorded_tensors[key].read()
         if not widens(want.dtype, got.dtype):
             want = want.astype(got.dtype)
         if got.shape != want.shape:
@@ -384,9 +388,9 @@ def _drift(subject: Subject, last: TrainState, judge: Trajectory) -> dict[str, f
     ended = recording.state(recording.last, judge, recording.last)
     drift = {}
     for path, tensor in ended.params.items():
-        theirs, old = tensor.read().astype(np.float64), begun.params[path].read().astype(np.float64)
-        apart = float(np.max(gap(last.params[path].read().astype(np.float64), theirs), initial=0.0))
+        recorded, old = tensor.read().astype(np.float64), begun.params[path].read().astype(np.float64)
+        apart = float(np.max(gap(last.params[path].read().astype(np.float64), recorded), initial=0.0))
         with np.errstate(invalid="ignore"):
-            moved = float(np.max(np.nan_to_num(np.abs(theirs - old), nan=0.0, posinf=0.0), initial=0.0))
+            moved = float(np.max(np.nan_to_num(np.abs(recorded - old), nan=0.0, posinf=0.0), initial=0.0))
         drift[path] = apart / moved if moved else apart and math.inf
     return drift

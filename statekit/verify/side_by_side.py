@@ -191,13 +191,13 @@ class SideBySide:
             UnknownRuleError: A step needs what nobody said.
         """
         sample = sampled(self._states[1], seed, everything)
-        before, right, there = (sample.of(state) for state in self._states)
+        before, right, expected = (sample.of(state) for state in self._states)
         rates, rate_notes = rates_of(right)
         before, of_source = at_rates(before, rates)
         self._notes += [*rate_notes, *of_source]
         sides = self._as_in_their_files(
             self._side(before, self._layouts[0], rates, is_source=True),
-            self._side(there, self._layouts[1], rates),
+            self._side(expected, self._layouts[1], rates),
         )
         if encoded_paths(right) != encoded_paths(before):
             self._notes.append("parameters that one side stores encoded are held to the target's bound alone")
@@ -245,32 +245,32 @@ class SideBySide:
         """
         schema, variant = state.optimizer.kinds[0]
         kind = class_of(layout, schema, str(variant))
-        ours = _ours(state)
+        title = _ours(state)
         if state.optimizer.several:
             return Side(state, "statekit.optim, each optimizer by its own step")
         if kind is None:
-            return Side(state, ours)
+            return Side(state, title)
         if not kind.is_here:
-            self._notes.append(f"{kind.name} isn't installed: {ours} steps in its place")
-            return Side(state, ours)
+            self._notes.append(f"{kind.name} isn't installed: {title} steps in its place")
+            return Side(state, title)
         try:
             runner = kind.runner(schema, str(variant))
             side = Side(state, kind.title, runner, kind.sqrt_units, execution=kind.execution)
         except ImportError as error:
-            self._notes.append(f"{kind.name} can't be imported: {error}; {ours} steps in its place")
-            return Side(state, ours)
+            self._notes.append(f"{kind.name} can't be imported: {error}; {title} steps in its place")
+            return Side(state, title)
         try:  # whether it takes what is stepped
             loaded = side.after(NumpyBackend(), (), rates)
         except _OF_THE_MACHINE:
             raise
         except StatekitError as error:
-            self._notes.append(f"{kind.name} isn't run: {error.line}; {ours} steps in its place")
-            return Side(state, ours)
+            self._notes.append(f"{kind.name} isn't run: {error.line}; {title} steps in its place")
+            return Side(state, title)
         except Exception as error:  # whatever a framework raises
             refuse_short_memory(error)
             if is_source:
-                self._notes.append(f"{kind.name} isn't run: {_raised(error)}; {ours} steps in its place")
-                return Side(state, ours)
+                self._notes.append(f"{kind.name} isn't run: {_raised(error)}; {title} steps in its place")
+                return Side(state, title)
             return side
         return replace(side, changed=_as_loaded(side, loaded))
 
@@ -296,11 +296,11 @@ class SideBySide:
         others = {path: other for other, path in sample.stands_for.items()}
         paths = tuple(others.get(path, path) for path in sample.paths)
         windows = {others.get(path, path): window for path, window in sample.windows.items()}
-        there = Sample(paths, windows).of(expected)
+        window_state = Sample(paths, windows).of(expected)
         slots = {
-            path: there.slots[other]
+            path: window_state.slots[other]
             for path, other in zip(sample.paths, paths, strict=True)
-            if other in there.slots
+            if other in window_state.slots
         }
         return replace(sample.of(expected), slots=slots) if slots else sample.of(expected)
 
@@ -323,9 +323,9 @@ class SideBySide:
         both = None if alike else rules(before, right, probe.updates, rates, roots, executions[1])
         if probe.name == NOT_A_NUMBER:
             self._notes.append(_of_nan(of_source, of_target))
-        ours = self._of_source(sides[0], xp, probe, rates)
+        of_reference = self._of_source(sides[0], xp, probe, rates)
         try:
-            theirs = sides[1].after(xp, probe.updates, rates)
+            of_class = sides[1].after(xp, probe.updates, rates)
         except (StatekitError, *_OF_THE_MACHINE):
             raise
         except Exception as error:  # whatever a framework raises: it doesn't take what the target holds
@@ -338,8 +338,8 @@ class SideBySide:
         for key in of_target.intervals:
             other = names(key)
             has_other_form = key[1] == "param" and key[0] in encoded
-            mine = None if has_other_form else ours.get(other)
-            sides_of_it = _Sides(key, other, theirs.get(key), mine, starts.get(other))
+            reference = None if has_other_form else of_reference.get(other)
+            sides_of_it = _Sides(key, other, of_class.get(key), reference, starts.get(other))
             grain = _grain(right, key[0])
             tensor = _compared(sides_of_it, of_target, of_source, both, grain * len(probe.updates), ran)
             ran.tensors[key] = self._judged(tensor, probe, alike)
@@ -505,10 +505,10 @@ def _compared(
     source = int(np.sum(of_source.beyond(it.key if both is None else it.other, it.ours)))
     ran.outside["source"] += source
     with np.errstate(all="ignore"):
-        ours, theirs = it.ours.astype(np.float64), it.theirs.astype(np.float64)
-        apart, unit = gap(theirs, ours), ulp(ours, it.ours.dtype)
+        reference, compared = it.ours.astype(np.float64), it.theirs.astype(np.float64)
+        apart, unit = gap(compared, reference), ulp(reference, it.ours.dtype)
         ulps = np.where(apart == 0, 0.0, apart / unit)
-        moves = np.abs(ours - it.before.astype(np.float64))
+        moves = np.abs(reference - it.before.astype(np.float64))
         moved = float(np.max(moves[np.isfinite(moves)], initial=0.0))
         width = np.nan_to_num(interval.high - interval.low, nan=0.0, posinf=0.0)
         ratio = np.where((apart == 0) | bound.undecided(it.key), 0.0, apart / width)

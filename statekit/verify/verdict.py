@@ -72,11 +72,11 @@ def compare(
     if ours.shape != recorded.shape or recorded.size == 0:
         wrong = int(ours.shape != recorded.shape)
         return Row(step, path, tensor, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, wrong, recorded.size, "shape")
-    mine, theirs, old = (x.astype(np.float64) for x in (ours, recorded, before))
+    computed, original, old = (x.astype(np.float64) for x in (ours, recorded, before))
     with np.errstate(all="ignore"):
-        outside = ~(bound.encloses(mine) & bound.encloses(theirs))
-        apart = gap(mine, theirs)
-        moved = float(np.max(np.nan_to_num(np.abs(theirs - old), nan=0.0, posinf=0.0)))
+        outside = ~(bound.encloses(computed) & bound.encloses(original))
+        apart = gap(computed, original)
+        moved = float(np.max(np.nan_to_num(np.abs(original - old), nan=0.0, posinf=0.0)))
         width = np.nan_to_num(bound.high - bound.low, nan=0.0, posinf=0.0)
         ratio = _over(apart, width)
         size = np.nan_to_num(np.maximum(np.abs(bound.low), np.abs(bound.high)), nan=0.0, posinf=0.0)
@@ -84,7 +84,7 @@ def compare(
             step,
             path,
             tensor,
-            ulps=float(np.max(_over(apart, ulp(theirs, recorded.dtype)))),
+            ulps=float(np.max(_over(apart, ulp(original, recorded.dtype)))),
             relative=float(_over(np.max(apart), np.asarray(moved))),
             ratio=float(np.max(ratio)),
             typical=float(np.median(ratio[apart > 0])) if apart.any() else 0.0,
@@ -93,7 +93,7 @@ def compare(
             grain=float(np.median(width)) / moved if moved else 0.0,
             outside=int(outside.sum()),
             size=recorded.size,
-            example=_example(outside, mine, theirs, bound) if outside.any() else "",
+            example=_example(outside, computed, original, bound) if outside.any() else "",
         )
 
 

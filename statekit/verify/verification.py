@@ -318,9 +318,9 @@ class _Verification:
             on_tensor=lambda name, size: self._tell("reading", name, size),
             sides=("the source", "the target"),
         )
-        beside, alone = _beside(differences.differences, plan)
+        other_differences, alone = _beside(differences.differences, plan)
         replayed = self._replay(reader)
-        verdict, tensors = self._verdict(rows, beside, pairs, there_and_back, replayed)
+        verdict, tensors = self._verdict(rows, other_differences, pairs, there_and_back, replayed)
         data = {
             "format": FORMAT,
             "version": VERSION,
@@ -332,12 +332,12 @@ class _Verification:
                 "root": json_digest([side.root for side in sides]),
                 **{
                     name: {
-                        **_side(one),
-                        "bytes": each.bytes,
-                        "root": each.root,
-                        "tensors": dict(each.entries),
+                        **_side(side_opened),
+                        "bytes": digests.bytes,
+                        "root": digests.root,
+                        "tensors": dict(digests.entries),
                     }
-                    for name, one, each in zip(
+                    for name, side_opened, digests in zip(
                         ("source", "target"), (self._source, self._target), sides, strict=True
                     )
                 },
@@ -351,7 +351,7 @@ class _Verification:
             },
             "rule": {
                 **self._rule(),
-                "settings": [neighbour.to_json() for neighbour in beside],
+                "settings": [neighbour.to_json() for neighbour in other_differences],
             },
             "replay": dict(replayed.data),
             "controls": list(replayed.controls),
@@ -576,8 +576,8 @@ def _beside(differences: Sequence[Difference], plan: Plan) -> tuple[list[Differe
 
 def _is_beside(difference: Difference) -> bool:
     """Tells whether a difference is in buffers, in other tensors beside the parameters, or in what moves them."""
-    beside = difference.place.startswith((f"{BUFFERS}/", "extra/"))
-    return beside or difference.what in ("updates", "option", "moved", "rule")
+    is_buffer = difference.place.startswith((f"{BUFFERS}/", "extra/"))
+    return is_buffer or difference.what in ("updates", "option", "moved", "rule")
 
 
 def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, list[str]]:

@@ -31,9 +31,9 @@ def _accelerate(folder: Place) -> str:
         "optimizer.bin",
         *(entry.name for entry in listing(folder, ".pkl") if entry.name.startswith("random_states_")),
     ]
-    beside = next((name for name in others if (folder / name).is_file()), "")
-    beside = beside or sharded_part(folder, SHARDED_OPTIMIZER)
-    return f"{beside} beside {model}" if beside else ""
+    part = next((name for name in others if (folder / name).is_file()), "")
+    part = part or sharded_part(folder, SHARDED_OPTIMIZER)
+    return f"{part} beside {model}" if part else ""
 
 
 CONTAINER = HuggingFaceFolder(

@@ -722,21 +722,21 @@ def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Find
         meta |= (
             {HALVES: {"model": name, "optimizer": optimizer}} if (optimizer := optimizer_apart(path)) else {}
         )
-    beside = open_beside(path, taken, files)
-    models, optimizers = tree.get("models", []), beside.tree.get("optimizers", [])
+    neighbour = open_beside(path, taken, files)
+    models, optimizers = tree.get("models", []), neighbour.tree.get("optimizers", [])
     if models and len(optimizers) != len(models):
         raise FormatError(
             "A folder holds several models, and not an optimizer of each.",
             place=path,
             expected=f"{len(models)} optimizers",
-            found=f"{len(optimizers) or int('optimizer' in beside.tree)}",
+            found=f"{len(optimizers) or int('optimizer' in neighbour.tree)}",
             remedy="put the files of one into a folder of its own, as model.safetensors and optimizer.bin",
         )
-    moves_more = _moves_more(beside.tree.get("optimizer"), tree.get("model", {}))
+    moves_more = _moves_more(neighbour.tree.get("optimizer"), tree.get("model", {}))
     if adapters := open_adapters(path, files) if moves_more else {}:
         usual = {adapted_name(name, "default"): tensor for name, tensor in tree.get("model", {}).items()}
         tree["model"], meta[SORTED] = {**usual, **adapters}, True
-    return named({**tree, **beside.tree}), meta, (*odd, *beside.findings)
+    return named({**tree, **neighbour.tree}), meta, (*odd, *neighbour.findings)
 
 
 def _opened_alone(path: Place, files: Files) -> tuple[Tree, dict[str, Any]]:

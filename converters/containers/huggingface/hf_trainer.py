@@ -31,8 +31,8 @@ DEEPSPEED_TAG = "latest"
 def _trainer(folder: Place) -> str:
     if not (folder / TRAINER_STATE).is_file() or (folder / DEEPSPEED_TAG).exists():
         return ""
-    beside = find_model(folder) or next((n for n in PARTS["optimizer"] if (folder / n).is_file()), "")
-    return f"{TRAINER_STATE} beside {beside}" if beside else ""
+    part = find_model(folder) or next((n for n in PARTS["optimizer"] if (folder / n).is_file()), "")
+    return f"{TRAINER_STATE} beside {part}" if part else ""
 
 
 _INTERVAL = 500

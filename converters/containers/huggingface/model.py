@@ -253,8 +253,8 @@ def open_optimizer_apart(folder: Place, files: Files) -> Apart:
         return Apart({"optimizer": optimizer}, read, findings)
     opened = open_torch(place, files)
     state = typed(opened.tree, dict[Name, Any], place, "A recipe's state isn't a dict")
-    beside = {key: part for key, part in state.items() if key != "optimizer"}
-    return Apart({"optimizer": state.get("optimizer"), "recipe_state": beside}, read, opened.findings)
+    other_parts = {key: part for key, part in state.items() if key != "optimizer"}
+    return Apart({"optimizer": state.get("optimizer"), "recipe_state": other_parts}, read, opened.findings)
 
 
 def _indexed_optimizer(place: Place, files: Files) -> tuple[Tree, tuple[Finding, ...]]:

@@ -41,12 +41,12 @@ def check_one_step(of_ranks: OfRanks) -> None:
         first, of_first = of_ranks[0]
         if paths := unlike(of_first, of_rank):
             path, *more = paths
-            beside = f"; {some([*map(named_by, more)])} too" if more else ""
+            others = f"; {some([*map(named_by, more)])} too" if more else ""
             raise CorruptError(
                 "The files of ranks aren't of one step of one run.",
                 place=place,
                 expected=f"{named_by(path)} {_shown(of_first, path)}, as in {first}",
-                found=f"{named_by(path)} {_shown(of_rank, path)}{beside}",
+                found=f"{named_by(path)} {_shown(of_rank, path)}{others}",
                 remedy=MIXED,
             )
 

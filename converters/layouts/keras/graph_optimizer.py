@@ -162,7 +162,7 @@ def graph_home(
     """
     taken = {*placed.values(), *(key for key, _ in optimizer.variables), GRAPH}
     variables = [
-        [key, path, what] for (key, _), (path, what) in zip(optimizer.variables, owners, strict=True)
+        [key, path, slot] for (key, _), (path, slot) in zip(optimizer.variables, owners, strict=True)
     ]
     others = {key: value for key, value in tree.items() if key not in taken}
     home = {"objects": tree[GRAPH], "places": dict(placed), "own": variables, "others": others}
@@ -219,7 +219,7 @@ def encoded_graph(
 
 
 def _same(had: Mapping[str, Any], order: Sequence[str], frozen: Sequence[str], rows: Sequence[Row]) -> bool:
-    rows_had = [(path, what) for _, path, what in had["own"]]
+    rows_had = [(path, slot) for _, path, slot in had["own"]]
     return {*had["places"]} == {*order, *frozen} and rows_had == [(row.path, row.what) for row in rows]
 
 

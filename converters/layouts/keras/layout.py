@@ -344,8 +344,8 @@ def frozen_of(tree: Mapping[str, Any], every: Sequence[Variable], order: Order) 
 
 def sayings(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what statekit says in a file that it wrote; empty where it didn't."""
-    said: Mapping[str, Any] = tree.get(ATTRIBUTES, {}).get(SAYINGS, {})
-    return said
+    records: Mapping[str, Any] = tree.get(ATTRIBUTES, {}).get(SAYINGS, {})
+    return records
 
 
 def saved_names(tree: Mapping[str, Any]) -> list[tuple[list[str], str, bool]]:

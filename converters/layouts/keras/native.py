@@ -412,12 +412,12 @@ def native_rows(
     left = {path: dict(slots) for path, slots in state.slots.items()}
     built: list[tuple[str | None, str, Tensor]] = []
     faults = Faults()
-    for path, what in rows:
-        tensor = left.get(path, {}).pop(what, None) if path else alone.get(what)
+    for path, slot in rows:
+        tensor = left.get(path, {}).pop(slot, None) if path else alone.get(slot)
         if tensor is None:
-            faults.add(f"has no {what}", path or ROWS)
+            faults.add(f"has no {slot}", path or ROWS)
         else:
-            built.append((path or None, what, tensor))
+            built.append((path or None, slot, tensor))
     faults += [
         (f"has slot {name}, for which there is no place", path)
         for path, slots in left.items()

@@ -53,16 +53,16 @@ def as_numbered(tree: Mapping[str, Any], place: object) -> dict[str, Any]:
     """
     state = _state(tree)
     numbered: dict[str, Any] = {}
-    said: list[tuple[list[str], str, bool]] = []
+    records: list[tuple[list[str], str, bool]] = []
     for part, moves in ((_TRAINED, True), (_OTHERS, False)):
         for name, tensor in _leaves(state.get(part, {})):
             keys = (*name.split("/"), VARIABLES, "0")
             _put(numbered, keys, tensor)
-            said.append(([*keys], name, moves))
+            records.append(([*keys], name, moves))
     owner, variables = _optimizer(state[_SLOTS])
-    rows = _rows(variables, [name for _, name, moves in said if moves])
+    rows = _rows(variables, [name for _, name, moves in records if moves])
     optimizer = {VARIABLES: {ATTRIBUTES: {"name": owner}, **{str(i): row for i, row in enumerate(rows)}}}
-    attributes = {SAYINGS: {"variables": said}, **_config(tree, place)}
+    attributes = {SAYINGS: {"variables": records}, **_config(tree, place)}
     return {**numbered, OPTIMIZER: optimizer, ATTRIBUTES: attributes}
 
 

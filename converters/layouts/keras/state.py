@@ -172,9 +172,9 @@ def _choices(schema: str, variables: Sequence[Tensor], known: Mapping[str, bool]
     """Yields what an optimizer may keep, as far as it is not known."""
     # Only Keras 3 has zeros for slots that a parameter does not use, and they alone are whole numbers.
     has_zeros = any(variable.dtype.kind in "iu" for variable in variables[1:])
-    known = {**known, "placeholders": schema != "adafactor" or has_zeros}
+    facts = {**known, "placeholders": schema != "adafactor" or has_zeros}
     options = ("rate", "average", "accumulate", *(("amsgrad",) if schema == "adamw" else ()), "placeholders")
-    for choice in itertools.product(*((known[o],) if o in known else (True, False) for o in options)):
+    for choice in itertools.product(*((facts[o],) if o in facts else (True, False) for o in options)):
         yield Kept(**dict(zip(options, choice, strict=True)))
 
 
@@ -498,13 +498,13 @@ def called_by(config: Mapping[str, Any] | None) -> dict[str, Any]:
     Source: keras-team/keras v2.15.0, keras/optimizers/legacy/optimizer_v2.py, `_decayed_lr`.
     """
     config = config or {}
-    made, decay = config.get(RATE), config.get("decay")
-    if fits(made, float) and fits(decay, float) and decay:
-        arguments = {"initial_learning_rate": made, "decay_steps": 1, "decay_rate": decay}
+    rate, decay = config.get(RATE), config.get("decay")
+    if fits(rate, float) and fits(decay, float) and decay:
+        arguments = {"initial_learning_rate": rate, "decay_steps": 1, "decay_rate": decay}
         return {CALLED: {"function": "InverseTimeDecay", "arguments": arguments, "whole": True}}
-    if not isinstance(made, Mapping) or not isinstance(made.get("config"), Mapping):
+    if not isinstance(rate, Mapping) or not isinstance(rate.get("config"), Mapping):
         return {}
-    call = {"function": str(made.get("class_name")), "arguments": dict(made["config"]), "whole": True}
+    call = {"function": str(rate.get("class_name")), "arguments": dict(rate["config"]), "whole": True}
     return {CALLED: call}
 
 

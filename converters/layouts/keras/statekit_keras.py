@@ -127,7 +127,7 @@ class Own:
     def variable_of(self, path: str) -> str:
         """Returns the path of the variable that goes by a canonical path."""
         names = self.said("names", {})
-        return next((here for here, there in names.items() if there == path), path)
+        return next((here for here, stored in names.items() if stored == path), path)
 
 
 def own_by_config(config: Any) -> Own | None:
@@ -215,7 +215,7 @@ def own_state(
     groups, notes = _groups(optimizer, variants, schemas, rate, known)
     owned = [(replace(g, slots=named.get(f"{GROUPS}/{i}", {})), kind) for i, (g, kind) in enumerate(groups)]
     mover = Optimizer.of(*zip(*owned, strict=True)) if owned else Optimizer(optimizer.schema, variant, ())
-    slots, beside = _slots(owned, {path: named[path] for path in moved})
+    slots, other_slots = _slots(owned, {path: named[path] for path in moved})
     rules = _rules(optimizer, moved, slots, owned, faults)
     rules |= {path: Rule.from_json(rule) for path, rule in known.rules.items()} if known else {}
     faults.check(StateError, subject)
@@ -225,7 +225,7 @@ def own_state(
         **extra.get(HOME, {}),
         "class": optimizer.kind,
         "iteration": calls,
-        "beside": beside,
+        "beside": other_slots,
     }
     home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
     home |= _rate_home(_first_rate(mover.groups), 0.0 if rate is None else float(rate.read()))
@@ -262,13 +262,13 @@ def _slots(
     """Returns the slots of each parameter, and by its name each variable beside them that is no slot."""
     named_slots = {path: load_schema(kind[0]).slots for group, kind in owned for path in group.paths}
     slots = {path: {n: t for n, t in kept.items() if n in named_slots[path]} for path, kept in named.items()}
-    beside = {
+    other_slots = {
         f"{path}{SEPARATOR}{name}": tensor
         for path, kept in named.items()
         for name, tensor in kept.items()
         if name not in named_slots[path]
     }
-    return slots, beside
+    return slots, other_slots
 
 
 def _counts(optimizer: Own, calls: int, moved: Collection[str], known: ManifestRecord | None) -> Counts:
@@ -439,8 +439,8 @@ def _rules(
     faults: Faults,
 ) -> dict[str, Rule]:
     """Returns how each parameter is factored: as the config says, as the variant does, or as the slots' shapes show."""
-    said = optimizer.said("rules", {})
-    rules = {path: Rule.from_json(said[path]) for path in moved if path in said}
+    recorded = optimizer.said("rules", {})
+    rules = {path: Rule.from_json(recorded[path]) for path in moved if path in recorded}
     for group, (schema, variant) in groups:
         if schema != "adafactor":
             continue
@@ -631,7 +631,7 @@ def _by_parameter(state: TrainState, before: Own | None) -> dict[str, Any]:
     names = before.said("names", {}) if before else {}
     parts = {
         "rules": {path: rule.to_json() for path, rule in state.rules.items() if state.group_of(path)},
-        "names": {here: there for here, there in names.items() if there in paths},
+        "names": {here: stored for here, stored in names.items() if stored in paths},
         "missed": {p: state.counts.updates - n for p, n in state.counts.behind.items() if p in paths},
     }
     return {name: part for name, part in parts.items() if part}
@@ -647,8 +647,8 @@ def _group(
     """Returns what a group says for itself; Keras' base class does some things for all of them together."""
     together = {*common, *KERAS, *(("global_norm_clip_threshold",) if in_base_class else ())}
     different = {name: value for name, value in values.items() if name not in together}
-    mine = stored_rate(group.hyperparameters)
-    factor = {FACTOR: mine / rate} if rate and mine is not None and mine != rate else {}
+    stored = stored_rate(group.hyperparameters)
+    factor = {FACTOR: stored / rate} if rate and stored is not None and stored != rate else {}
     return {"paths": list(group.paths), **different, **factor}
 
 

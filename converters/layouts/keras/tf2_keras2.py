@@ -176,8 +176,8 @@ def _optimizer(checkpoint: Checkpoint) -> Keras2Optimizer | None:
     graph = Graph.from_record(checkpoint.meta.get(GRAPH))
     if graph is None or not isinstance(checkpoint.tree, Mapping) or GRAPH not in checkpoint.tree:
         return None
-    each = [_new(graph, i) or _legacy(graph, i) for i in range(len(graph.nodes))]
-    optimizers = [optimizer for optimizer in each if optimizer is not None]
+    candidates = [_new(graph, i) or _legacy(graph, i) for i in range(len(graph.nodes))]
+    optimizers = [optimizer for optimizer in candidates if optimizer is not None]
     if len(optimizers) > 1:
         raise StateError(
             "The checkpoint holds several optimizers of Keras.",

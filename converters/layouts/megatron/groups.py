@@ -109,8 +109,8 @@ def _complete(
         "is_expert_parallel": False,
         "is_decoupled_lr": False,
     }
-    beside = {"default_config": True, _CORRECTS: True} if is_foreign else {}
-    completed = {**multipliers, **beside, **group}
+    defaults = {"default_config": True, _CORRECTS: True} if is_foreign else {}
+    completed = {**multipliers, **defaults, **group}
     return {**completed, **({_COUNT: updates} if counted or _CORRECTS in completed else {})}
 
 

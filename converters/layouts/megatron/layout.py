@@ -179,11 +179,11 @@ class MegatronAdam:
             "optimizer": {"state": state, "param_groups": groups},
         }
         decoded = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
-        beside = {path_of(name): {MASTER: t} for name, t in masters.items() if name not in moved_itself}
+        apart = {path_of(name): {MASTER: t} for name, t in masters.items() if name not in moved_itself}
         return replace(
             decoded,
             slots={
-                path: {**param_slots, **beside.get(path, {})} for path, param_slots in decoded.slots.items()
+                path: {**param_slots, **apart.get(path, {})} for path, param_slots in decoded.slots.items()
             },
             extra={**decoded.extra, **_extra(common, parts)},
             assumptions=(
@@ -206,7 +206,7 @@ class MegatronAdam:
         model, optimizer = encoded.tree.pop("model"), encoded.tree.pop("optimizer")
         _refuse_names(model)
         shapes = {name: tensor.shape for name, tensor in model.items()}
-        kept, beside, sharding = self._beside(state, model)
+        kept, other_parts, sharding = self._beside(state, model)
         updates = state.counts.updates
         groups, notes = without_params(optimizer["param_groups"], shapes, updates, sharding is not None)
         steps = [record.pop("step") for record in optimizer["state"].values()]
@@ -220,7 +220,7 @@ class MegatronAdam:
             kept |= {KEY: schedule} if schedule else {}
             notes += (note,)
         common = {
-            "optimizer": {**beside, "optimizer": inner} if nested else {**beside, **inner},
+            "optimizer": {**other_parts, "optimizer": inner} if nested else {**other_parts, **inner},
             "iteration": updates,
             "checkpoint_version": 3.0,
             **kept,
@@ -296,19 +296,19 @@ class MegatronAdam:
             names: The names of the model's tensors.
         """
         kept = {k: part for k, part in state.extra.get(_COMMON, {}).items() if is_plain(part)}
-        beside = dict(kept.pop("optimizer", {}))
-        before = beside.pop(_SHARDING, None)
+        other_parts = dict(kept.pop("optimizer", {}))
+        before = other_parts.pop(_SHARDING, None)
         sharding = self.sharding or (None if self.masters else before)
         layers = [match for name in names if (match := _LAYER.search(name))]
         form: dict[str, Any] = {_NUMBERED: any(match[1] for match in layers)} if layers else {}
         if sharding is not None:
-            beside[_SHARDING] = sharding
+            other_parts[_SHARDING] = sharding
             form["distrib_optim_sharding_type"] = sharding
         if form:
             content = kept.get(_CONTENT)
             stated = content if isinstance(content, Mapping) else {}
             kept[_CONTENT] = {**_AVOIDED, **stated, **form}
-        return kept, beside, sharding
+        return kept, other_parts, sharding
 
 
 def _extra(common: Mapping[str, Any], parts: _Parts) -> dict[str, Tree]:
@@ -445,9 +445,9 @@ def _without_optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what isn't the optimizer's: counts and arguments, and what lies beside it, such as a scaler."""
     node = common["optimizer"]
     keys = ("param_groups", "state") if "param_groups" in node else ("optimizer",)
-    beside = {key: part for key, part in node.items() if key not in keys}
+    other_parts = {key: part for key, part in node.items() if key not in keys}
     kept = {key: part for key, part in common.items() if key != "optimizer"}
-    return {**kept, "optimizer": beside} if beside else kept
+    return {**kept, "optimizer": other_parts} if other_parts else kept
 
 
 def _parts(sharded: Mapping[str, Tree]) -> _Parts:

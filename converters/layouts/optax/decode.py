@@ -145,8 +145,8 @@ class Opened:
             form["step"] = step
         if meta.get(VARIABLES):
             form[VARIABLES] = list(meta[VARIABLES])
-        beside = list(meta.get(FILES_BESIDE, ()))
-        return {key: form, **({FILES_BESIDE: beside} if beside else {})}
+        files = list(meta.get(FILES_BESIDE, ()))
+        return {key: form, **({FILES_BESIDE: files} if files else {})}
 
 
 def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Opened:

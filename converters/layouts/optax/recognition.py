@@ -147,8 +147,8 @@ def recognised_all(
     """
     named = {alias.variant: name for name, alias in ALIASES.items() if alias.variant is not None}
     asked = asked or next((named[variant] for variant in variants.values() if variant in named), None)
-    each = [_fitting(core, makes) for core in cores]
-    fitting = [asked in (*names, ALIASES[names[0]].schema) for names, _ in each]
+    candidates = [_fitting(core, makes) for core in cores]
+    fitting = [asked in (*names, ALIASES[names[0]].schema) for names, _ in candidates]
     beside_muon = any(core.link.kind == "muon" for core in cores)
     return [
         recognised(core, asked if fits or not any(fitting) else None, beside_muon, makes)

@@ -150,8 +150,8 @@ def _slot_marks(
     }
     marks: dict[Path, Tree] = {}
     for place, (name, field_tree) in fields.items():
-        mine = form_of(field_tree, paths)
-        marks[place] = (SLOT, name) if mine == plain[name] else (SLOT, name, _packed(mine))
+        field_form = form_of(field_tree, paths)
+        marks[place] = (SLOT, name) if field_form == plain[name] else (SLOT, name, _packed(field_form))
     return marks
 
 

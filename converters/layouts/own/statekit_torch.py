@@ -478,10 +478,10 @@ class StatekitTorch:
         names = _names(state)
         extra = {key: part for key, part in state.extra.items() if key != NAMES}  # `paths` says them
         buffers, others = extra.pop(BUFFERS, {}), extra.pop(BESIDE, {})
-        beside = {key: part for key, part in others.items() if key not in ("model", "optimizer")}
+        other_parts = {key: part for key, part in others.items() if key not in ("model", "optimizer")}
         form: Any = Sequence[dict[Any, Any]]
         of_groups = typed(extra.pop(GROUPS, []), form, f"extra/{GROUPS}", error=StateError)
-        dropped = not_plain(extra, "extra") | not_plain(beside, f"extra/{BESIDE}")
+        dropped = not_plain(extra, "extra") | not_plain(other_parts, f"extra/{BESIDE}")
         params = {names[path]: tensor for path, tensor in state.params.items()}
         tree = {
             "model": {**params, **tied(state.extra, params), **buffers},
@@ -493,7 +493,7 @@ class StatekitTorch:
             "paths": {name: path for path, name in names.items()},
             "assumptions": list(state.assumptions),
             "extra": {key: part for key, part in extra.items() if is_plain(part)},
-            **{key: part for key, part in beside.items() if is_plain(part)},
+            **{key: part for key, part in other_parts.items() if is_plain(part)},
         }
         return with_names(Encoded(tree, state.counts.updates, dropped=dropped))
 
@@ -523,8 +523,8 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     if not isinstance(tree, Mapping) or "optimizer" not in tree:
         faults.add("there is none", "optimizer")
         return None
-    ours = tree.get("optimizer_class") in (*CLASSES.values(), SEVERAL)
-    entries = {key: tree[key] for key in _FORMS if ours and key in tree}
+    is_own = tree.get("optimizer_class") in (*CLASSES.values(), SEVERAL)
+    entries = {key: tree[key] for key in _FORMS if is_own and key in tree}
     model, optimizer = tree.get("model"), by_index(tree["optimizer"])
     _check_forms(entries, faults)
     if not isinstance(model, Mapping):
@@ -538,7 +538,7 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     decoded = decode_groups(optimizer, makers, paths, faults) if not faults else DecodedGroups()
     if faults:
         return None
-    parts, notes = _parts_beside(model, paths, ours)
+    parts, notes = _parts_beside(model, paths, is_own)
     parts |= {GROUPS: list(decoded.others), BESIDE: _beside(tree, entries, decoded.updates)}
     counts = Counts(
         decoded.updates, entries.get("schedule", decoded.updates), decoded.behind, "schedule" in entries

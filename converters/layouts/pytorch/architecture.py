@@ -159,13 +159,13 @@ def names_by_config(
         "in Trainer's two groups, with weight decay and without": built.grouped(),
         "in one group, in the model's order": (list(built.params),),
     }
-    for said, meant in ways.items():
+    for option, meant in ways.items():
         if [len(group) for group in meant] == [len(group) for group in groups]:
-            names = [_held(one, model) for group in meant for one in group]
+            names = [_held(key, model) for group in meant for key in group]
             if _fit(names, [shape for group in groups for shape in group], model):
                 return tuple(
                     names
-                ), f"Names of parameters are those that {built.made_by} gives them by {CONFIG}, {said}."
+                ), f"Names of parameters are those that {built.made_by} gives them by {CONFIG}, {option}."
     raise StateError(
         "The optimizer's groups aren't those that the model's configuration makes.",
         place=checkpoint.path,
@@ -388,8 +388,8 @@ def print_architecture() -> None:
         model = model_class(config)
     model.tie_weights()
     names: dict[int, list[str]] = {}
-    for one, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(one)
+    for param_name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(param_name)
     saved = saved_names(model)
     for given in names.values():
         given += [saved[name] for name in given if name in saved]

@@ -110,8 +110,8 @@ def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> C
         checkpoint: The file.
         names: Parameters in the optimizer's order, where it numbers them and somebody knows it.
     """
-    if beside := side_by_side(checkpoint, {}):
-        return _several(checkpoint, beside)
+    if parts_apart := side_by_side(checkpoint, {}):
+        return _several(checkpoint, parts_apart)
     if (parts := find_parts(checkpoint, {})) is not None:
         return _of_optimizer(checkpoint, parts, names)
     pairs = networks(checkpoint.tree)
@@ -209,14 +209,14 @@ def _each_called(beside: SideBySide) -> Iterator[str]:
 
 def _networks(checkpoint: Checkpoint, pairs: Mapping[Path, Path]) -> Contents:
     """Returns what a file holds that has several networks, each with an optimizer."""
-    said = []
+    sentences = []
     for model, optimizer in pairs.items():
         key = "/".join(map(str, model))
         parts = find_parts(replace(checkpoint, meta={**checkpoint.meta, MODEL_KEY: key}), {})
         signature = signature_of(parts) if parts else None
         name = signature.name if signature else _UNKNOWN
-        said.append(f"{key}, moved by {name} at {'/'.join(map(str, optimizer))}")
-    summary = f"{len(pairs)} networks; --model-key names one of them: {'; '.join(said)}"
+        sentences.append(f"{key}, moved by {name} at {'/'.join(map(str, optimizer))}")
+    summary = f"{len(pairs)} networks; --model-key names one of them: {'; '.join(sentences)}"
     first = "/".join(map(str, next(iter(pairs))))
     return Contents(summary, {}, {}, checkpoint.tensors, remedy=by_model_key(first))
 
@@ -345,9 +345,9 @@ def _by_parameter(
         [shape_of(parts.state.get(i, {}), shapes_of_model) for i in group["params"]] for group in parts.groups
     ]
     order = found_order(parts.groups, shapes, parts.model, names, is_sorted)
-    for group, mine in zip(parts.groups, order.groups, strict=True):
+    for group, indices in zip(parts.groups, order.groups, strict=True):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for index, name in zip(group["params"], mine, strict=True):
+        for index, name in zip(group["params"], indices, strict=True):
             record = parts.state.get(index, {})
             numbers = {f"state/{key}": item for key, item in record.items() if not isinstance(item, Tensor)}
             yield path_of(name), dict(_tensors(record)), {**options, **numbers}

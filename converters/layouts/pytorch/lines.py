@@ -633,12 +633,12 @@ def _is_whole_model(state: State, saved: SavedRun) -> bool:
     groups = state["groups"]
     if len(groups) != 1 or _is_fsdp1(saved):
         return len(groups) == 1
-    mine = [path.replace("/", ".") for path in groups[0]["paths"]]
+    moved = [path.replace("/", ".") for path in groups[0]["paths"]]
     place = model_place(saved, groups[0]["paths"])
     if place is None:
         return True
     names = [name.removeprefix(f"{place}/") for name in saved.tensors if name.startswith(f"{place}/")]
-    return mine == [name for name in names if name.rpartition(".")[2] not in _BUFFERS]
+    return moved == [name for name in names if name.rpartition(".")[2] not in _BUFFERS]
 
 
 def _optimizer_lines(state: State, saved: SavedRun) -> list[str]:

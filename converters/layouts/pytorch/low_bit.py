@@ -152,10 +152,10 @@ class LowBit:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the records of the optimizers' states."""
-        mine = [self.library.precision_of(node) for _, node in _optimizers(checkpoint.tree)]
-        mine = [precision for precision in mine if precision is not None]
+        precisions = [self.library.precision_of(node) for _, node in _optimizers(checkpoint.tree)]
+        precisions = [precision for precision in precisions if precision is not None]
         wanted: Precision | str = "float32" if self.precision is None else self.precision
-        if not mine or next((p for p in mine if p != "float32"), "float32") != wanted:
+        if not precisions or next((p for p in precisions if p != "float32"), "float32") != wanted:
             return None
         because = f"an optimizer of {self.optimizer.partition('.')[0]}, moments in {_words(self.precision)}"
         try:
@@ -204,8 +204,8 @@ class LowBit:
             by_key = {key: dtypes.get(name, FLOAT32) for key, name in _named(node)}
             tree = _replaced(tree, path, self.library.native(node, by_key, is_old))
         others = (encoded.by_name, encoded.side_by_side)
-        by_name, beside = (state and self._native(state, dtypes, is_old) for state in others)
-        return replace(encoded, tree=tree, by_name=by_name, side_by_side=beside)
+        by_name, other_state = (state and self._native(state, dtypes, is_old) for state in others)
+        return replace(encoded, tree=tree, by_name=by_name, side_by_side=other_state)
 
     def _moments(self, state: TrainState) -> dict[str, dict[str, Tensor]]:
         """Returns a state's slots with moments in the library's precision."""

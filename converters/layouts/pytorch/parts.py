@@ -563,9 +563,9 @@ def beside_optimizers(
         params: Parameters by name.
         placed: Further keys of the extra that the layout has a place for.
     """
-    beside = extra.get(BESIDE) or {}
-    kept = {key: part for key, part in beside.items() if is_plain(part)}
-    dropped = not_plain(beside, f"extra/{BESIDE}")
+    extra_parts = extra.get(BESIDE) or {}
+    kept = {key: part for key, part in extra_parts.items() if is_plain(part)}
+    dropped = not_plain(extra_parts, f"extra/{BESIDE}")
     model = {**params, **tied(extra, params), **(extra.get(BUFFERS) or {})}
     used = (BUFFERS, GROUPS, BESIDE, PLACES, TIES, NAMES, *placed)
     return kept, model, dropped | dropped_from(extra, used, "the file")
@@ -773,7 +773,7 @@ def _nested(flat: Mapping[str, Any], names: set[str]) -> dict[str, Any] | None:
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
-        there, rest = (
+        inner, rest = (
             (state, key.removeprefix(_FLAT_STATE))
             if key.startswith(_FLAT_STATE)
             else (options, key.removeprefix(_FLAT_GROUPS))
@@ -781,7 +781,7 @@ def _nested(flat: Mapping[str, Any], names: set[str]) -> dict[str, Any] | None:
         name = _owner(rest, names)
         if name is None:
             return None
-        there.setdefault(name, {})[rest[len(name) + 1 :]] = value
+        inner.setdefault(name, {})[rest[len(name) + 1 :]] = value
     groups: list[dict[str, Any]] = []
     for name, param_options in options.items():
         same = next(

@@ -156,9 +156,9 @@ def join_side_by_side(
         if at(tree, place) is not None:
             dropped[f"extra/{BESIDE}/{'/'.join(map(str, place))}"] = "an optimizer stands in its place"
     if all(isinstance(key, int) for key in last):  # what isn't an optimizer keeps its place among them
-        beside = at(tree, above)
-        beside = list(beside) if isinstance(beside, list | tuple) else []
-        tree = put(tree, above, beside + [None] * (max(last) + 1 - len(beside)))
+        siblings = at(tree, above)
+        siblings = list(siblings) if isinstance(siblings, list | tuple) else []
+        tree = put(tree, above, siblings + [None] * (max(last) + 1 - len(siblings)))
     for place, optimizer in zip(places, optimizers, strict=True):
         tree = put(tree, place, optimizer)
     return Encoded(tree, step, dropped=dropped, parts={"model": model_at})

@@ -246,11 +246,11 @@ class TorchOptim:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""
-        if beside := side_by_side(checkpoint, {}):
-            sides = [_kinds(_by_rule(parts)) for parts in beside.each]
+        if parts_apart := side_by_side(checkpoint, {}):
+            sides = [_kinds(_by_rule(parts)) for parts in parts_apart.each]
             if self.form or not all(sides):
                 return None
-            places = " and ".join("/".join(map(str, place)) for place in beside.places)
+            places = " and ".join("/".join(map(str, place)) for place in parts_apart.places)
             return Evidence(20, f"optimizers side by side at {places}")
         parts = find_parts(checkpoint, {})
         kinds = _kinds(_by_rule(parts)) if parts else []
@@ -285,10 +285,10 @@ class TorchOptim:
         params = {path_of(name): tensor for name, tensor in parts.model.items() if name in moved}
         kind_of = {path_of(n): kind for kind, names in zip(kinds, order.groups, strict=True) for n in names}
         faults = Faults(_misplaced(parts, moved))
-        said = (_BARE,) if _says_no_options(parts) else _FORM_NOTES.get(parts.form, ())
-        said = (*said, *_of_gradients(checkpoint))
+        form_notes = (_BARE,) if _says_no_options(parts) else _FORM_NOTES.get(parts.form, ())
+        form_notes = (*form_notes, *_of_gradients(checkpoint))
         of_names = filter(None, (note_of_names, said_of_vector))
-        notes = dict.fromkeys((*order.notes, *of_names, *said, *said_of_groups))
+        notes = dict.fromkeys((*order.notes, *of_names, *form_notes, *said_of_groups))
         groups = _groups(kinds, parts, order.groups, _decoupled(checkpoint, hints))
         rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
         slots, counts, unread = {}, dict[str, int](), dict[str, Any]()
@@ -526,17 +526,17 @@ def _parts_and_kinds(
     Raises:
         StateError: It hasn't both parts, or an optimizer that isn't known.
     """
-    beside = side_by_side(checkpoint, hints.model)
-    if beside is None:
+    parts_apart = side_by_side(checkpoint, hints.model)
+    if parts_apart is None:
         parts = find_parts(checkpoint, hints.model)
         parts = _by_rule(parts) if parts else None
         kinds = _kinds(parts, hints.variants) if parts else []
         if parts is None or not kinds:
             raise _incomplete(checkpoint)
         return _as_torch(parts, kinds[0]), kinds, _said_of_pair(checkpoint, parts), []
-    sides = [_by_rule(parts) for parts in beside.each]
+    sides = [_by_rule(parts) for parts in parts_apart.each]
     of_sides = [_kinds(parts, hints.variants) for parts in sides]
-    places = ["/".join(map(str, place)) for place in beside.places]
+    places = ["/".join(map(str, place)) for place in parts_apart.places]
     Faults(_without_schema(places, of_sides, sides)).check(
         StateError,
         "Of the run's optimizers some can't be read",
@@ -546,8 +546,8 @@ def _parts_and_kinds(
     notes = (
         f"The file has {len(places)} optimizers, {' and '.join(places)}; their groups are numbered through."
     )
-    counted = [[list(place), len(kinds)] for place, kinds in zip(beside.places, of_sides, strict=True)]
-    joint = replace(beside.joint, groups=[group for parts in sides for group in parts.groups])
+    counted = [[list(place), len(kinds)] for place, kinds in zip(parts_apart.places, of_sides, strict=True)]
+    joint = replace(parts_apart.joint, groups=[group for parts in sides for group in parts.groups])
     return joint, [kind for kinds in of_sides for kind in kinds], [notes], counted
 
 
@@ -774,8 +774,8 @@ def _records(
     """
     names = {
         index: name
-        for group, mine in zip(parts.groups, order.groups, strict=True)
-        for index, name in zip(group["params"], mine, strict=True)
+        for group, numbers in zip(parts.groups, order.groups, strict=True)
+        for index, name in zip(group["params"], numbers, strict=True)
     }
     pairs = ((names.get(index), record) for index, record in parts.state.items())
     records = {path_of(name): record for name, record in pairs if name is not None and name in parts.model}

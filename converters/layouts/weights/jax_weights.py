@@ -99,9 +99,9 @@ class JaxWeights:
         tree = nested(
             {tuple(keys.get(path, path.split("/"))): tensor for path, tensor in state.params.items()}
         )
-        beside = state.extra.get(HOME) or {}
+        home = state.extra.get(HOME) or {}
         dropped = dropped_from(state.extra, (HOME, KEYS), "the tree")
-        return Encoded({PARAMS: tree, **beside}, state.counts.updates, dropped=dropped)
+        return Encoded({PARAMS: tree, **home}, state.counts.updates, dropped=dropped)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on from the weights in JAX."""

@@ -61,17 +61,17 @@ class TensorFlowWeights:
             if name != GLOBAL_STEP
         }
         slices = {name: list(value) for name, value in tree.items() if isinstance(value, Mapping)}
-        beside = {GLOBAL_STEP: tree[GLOBAL_STEP]} if GLOBAL_STEP in tree else {}
-        beside |= {"slices": slices} if slices else {}
-        return weights_state(params, {HOME: beside} if beside else {}, checkpoint, hints)
+        extra = {GLOBAL_STEP: tree[GLOBAL_STEP]} if GLOBAL_STEP in tree else {}
+        extra |= {"slices": slices} if slices else {}
+        return weights_state(params, {HOME: extra} if extra else {}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
         require_weights(state, self.name)
-        beside = typed(state.extra.get(HOME, {}), Beside, f"extra/{HOME}", "These lie beside no variables")
-        slices: Mapping[str, list[str]] = beside.get("slices", {})
+        home = typed(state.extra.get(HOME, {}), Beside, f"extra/{HOME}", "These lie beside no variables")
+        slices: Mapping[str, list[str]] = home.get("slices", {})
         parts = {name: cut(state.params[name], slices[name]) for name in slices if name in state.params}
         dropped = dropped_from(state.extra, (HOME,), "TensorFlow")
-        step = {GLOBAL_STEP: beside["global_step"]} if "global_step" in beside else {}
+        step = {GLOBAL_STEP: home["global_step"]} if "global_step" in home else {}
         tree = {**state.params, **{name: part for name, part in parts.items() if part}, **step}
         return Encoded(tree, state.counts.updates, dropped=dropped)
 

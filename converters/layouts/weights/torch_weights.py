@@ -88,9 +88,9 @@ class TorchWeights:
         place = tuple(state.extra.get(PLACE) or MODELS[0])
         names = names_of(state.extra, state.params)
         params = {names[path]: tensor for path, tensor in state.params.items()}
-        beside = state.extra.get(BESIDE) or {}
-        kept = {key: part for key, part in beside.items() if is_plain(part)}
-        dropped = not_plain(beside, f"extra/{BESIDE}")
+        extra = state.extra.get(BESIDE) or {}
+        kept = {key: part for key, part in extra.items() if is_plain(part)}
+        dropped = not_plain(extra, f"extra/{BESIDE}")
         dropped |= dropped_from(state.extra, (BESIDE, PLACE, TIES, NAMES), "the file")
         tree = put(kept, place, {**params, **tied(state.extra, params)})
         return Encoded(tree, state.counts.updates, dropped=dropped, parts={"model": place})

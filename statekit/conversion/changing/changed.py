@@ -103,13 +103,13 @@ def _params_only(state: TrainState, done: list[Change]) -> TrainState:
     slots = [f"{path}/{name}" for path, tensors in state.slots.items() for name in tensors]
     slots += [f"groups/{i}/{n}" for i, group in enumerate(state.optimizer.groups) for n in group.slots]
     kept = {key: part for key, part in state.extra.items() if key not in (*_OF_RUN, "buffers")}
-    beside = [f"extra/{key}" for key in state.extra if key in _OF_RUN]
+    run_parts = [f"extra/{key}" for key in state.extra if key in _OF_RUN]
     buffers: Mapping[str, Tensor] = state.extra.get("buffers") or {}
     done.append(
         Change(
             option("params_only"),
             f"the optimizer is left behind, {len(slots)} slots and all counts; the next update is a new one's first",
-            (*slots, *beside),
+            (*slots, *run_parts),
             Exactness.LOSSY,
         )
     )
@@ -463,8 +463,8 @@ def _part_rescaled(state: TrainState, scale: float, done: list[Change], faults: 
             )
         )
     done += _scalings(powers, scale, {name: name.rpartition("/")[2] for name in powers})
-    if any(powers.values()) and (beside := _beside_gradients(state, schema)):
-        reason = f"stays as it is, though it stands beside gradients {scale:g} times as large: {beside}"
+    if any(powers.values()) and (thresholds := _beside_gradients(state, schema)):
+        reason = f"stays as it is, though it stands beside gradients {scale:g} times as large: {thresholds}"
         done.append(Change(option("loss_scale"), reason, (), Exactness.BITWISE))
     optimizer = replace(state.optimizer, groups=tuple(groups))
     return replace(state, slots=slots, optimizer=optimizer)
@@ -557,13 +557,13 @@ def _settings(state: TrainState, group: Group) -> dict[str, Any]:
 def _beside_gradients(state: TrainState, schema: OptimizerSchema) -> str:
     """Returns the hyperparameters that are compared with gradients, or added to their moments, with their values."""
     names = [name for name, spec in schema.hyperparameters.items() if spec.get("beside_gradients")]
-    said = dict.fromkeys(
+    settings = dict.fromkeys(
         (name, value)
         for group in state.optimizer.groups
         for name in names
         if (value := _settings(state, group).get(name))
     )
-    return ", ".join(f"{name}={value!r}" for name, value in said)
+    return ", ".join(f"{name}={value!r}" for name, value in settings)
 
 
 def _slots_cast(state: TrainState, asked: Mapping[str, str], done: list[Change]) -> TrainState:

@@ -98,11 +98,11 @@ class Zygote:
         self.close()
         # It ends when nobody can ask any more; at once, where its parent is a process and not one of its threads.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        control, theirs = socket.socketpair()
+        control, child_end = socket.socketpair()
         control.settimeout(_FORK_SECONDS)
         try:
-            with theirs:
-                process = _begun(parent, self._temporary, theirs)
+            with child_end:
+                process = _begun(parent, self._temporary, child_end)
         except BaseException:
             control.close()
             raise
@@ -128,20 +128,20 @@ class Zygote:
     def _forked(self) -> Child:
         self.start()
         assert self._control is not None  # it was started
-        theirs, ours = list[int](), list[int]()
+        child_pipes, pipes = list[int](), list[int]()
         try:
             for is_input in (True, False, False):
                 read, written = os.pipe()
-                theirs.append(read if is_input else written)
-                ours.append(written if is_input else read)
-            socket.send_fds(self._control, [b"fork"], theirs)
-            return Child(self, int(self._control.recv(_WORD)), ours)
+                child_pipes.append(read if is_input else written)
+                pipes.append(written if is_input else read)
+            socket.send_fds(self._control, [b"fork"], child_pipes)
+            return Child(self, int(self._control.recv(_WORD)), pipes)
         except BaseException:
-            for file in ours:
+            for file in pipes:
                 os.close(file)
             raise
         finally:
-            for file in theirs:
+            for file in child_pipes:
                 os.close(file)
 
     def ended(self, pid: int, seconds: float) -> int | None:

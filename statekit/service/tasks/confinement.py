@@ -145,9 +145,9 @@ def _readable(reach: Reach) -> Iterator[tuple[str, int]]:
 def _libraries() -> tuple[str, ...]:
     """Returns the folders that modules come from, those of editable installations too; none lies in another."""
     loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    ours = Path(statekit.__file__).parent
+    package = Path(statekit.__file__).parent
     folders = {
-        *(str(path) for path in ours.iterdir() if path.is_symlink()),  # in a checkout
+        *(str(path) for path in package.iterdir() if path.is_symlink()),  # in a checkout
         *sysconfig.get_paths().values(),
         sys.prefix,
         sys.base_prefix,

@@ -79,14 +79,14 @@ def address(query: Query, cursor: str | None = None, **changes: Any) -> str:
         '/?q=t5&sort=step'
     """
     words = {True: "yes", False: "no"}
-    said = {
+    values = {
         "q" if name == "text" else name: words[value] if isinstance(value, bool) else value
         for name, value in {**vars(query), **changes}.items()
         if value not in (None, "") and value != getattr(WHOLE, name)
     }
     if cursor is not None:
-        said["cursor"] = cursor
-    return f"/?{urlencode(said)}" if said else "/"
+        values["cursor"] = cursor
+    return f"/?{urlencode(values)}" if values else "/"
 
 
 def filters(query: Query, facets: Mapping[str, Mapping[str, int]]) -> list[Filter]:

@@ -60,8 +60,11 @@ _SAID = {
     HTTPStatus.INSUFFICIENT_STORAGE: "The service's disk is full.",
 }
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    int(status): {"description": said, "content": {MEDIA_TYPE: {"schema": ProblemModel.model_json_schema()}}}
-    for status, said in _SAID.items()
+    int(status): {
+        "description": sentence,
+        "content": {MEDIA_TYPE: {"schema": ProblemModel.model_json_schema()}},
+    }
+    for status, sentence in _SAID.items()
 }
 """How a request may fail, for the description of the interface."""
 

@@ -63,12 +63,12 @@ class Remembered:
             await asyncio.wait(
                 [asked]
             )  # somebody asks for the same: then it is known, unless it has changed since
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked.setdefault(key, mine)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked.setdefault(key, future)
         try:
-            await self._answer(scope, receive, send, change, lambda: self._over(key, mine))
+            await self._answer(scope, receive, send, change, lambda: self._over(key, future))
         finally:
-            self._over(key, mine)
+            self._over(key, future)
 
     def _over(self, key: tuple[str, bytes], asked: asyncio.Future[None]) -> None:
         if self._asked.get(key) is asked:

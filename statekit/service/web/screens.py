@@ -86,8 +86,8 @@ class Screens:
         result = self.result_of(job)
         if job is None or result is None:
             return None
-        mine = result["by_subject"][job.subjects.index(number)]["checkpoints"]
-        places = [result["checkpoints"][i] for i in mine]
+        checkpoints = result["by_subject"][job.subjects.index(number)]["checkpoints"]
+        places = [result["checkpoints"][i] for i in checkpoints]
         return {
             name: [remark for place in places for remark in place[name]] for name in ("findings", "notes")
         }

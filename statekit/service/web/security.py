@@ -181,14 +181,14 @@ def _wrong_origin(scope: Scope, headers: Headers, public: str = "") -> Problem |
         return None
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     origin = origin and origin.lower()
-    ours = f"{scope['scheme']}://{headers['host']}".lower()
+    own_origin = f"{scope['scheme']}://{headers['host']}".lower()
     if public and origin == public:
-        ours = public
+        own_origin = public
     if site is not None:
         # A form of a page with Referrer-Policy no-referrer has the origin "null"; the browser vouches for it here.
-        fits = site == "same-origin" and origin in (None, "null", ours)
+        fits = site == "same-origin" and origin in (None, "null", own_origin)
     elif origin is not None:
-        fits = origin == ours
+        fits = origin == own_origin
     else:  # no browser; one that is so old that it says neither must not go by its cookie
         fits = "authorization" in headers
     if fits and len(headers.getlist("origin")) <= 1 and len(headers.getlist("sec-fetch-site")) <= 1:
@@ -197,7 +197,7 @@ def _wrong_origin(scope: Scope, headers: Headers, public: str = "") -> Problem |
         HTTPStatus.FORBIDDEN,
         "The request comes from another site.",
         place="Sec-Fetch-Site and Origin",
-        expected=f"same-origin, {public or ours}",
+        expected=f"same-origin, {public or own_origin}",
         found=printable(f"{site}, {origin}"[:200]),
         remedy="use the service's own pages, or send the token: Authorization: Bearer ...; behind a proxy start it "
         "with --public-url",

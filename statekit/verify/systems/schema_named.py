@@ -90,14 +90,14 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
     if len(parts) == 1:
         return parts[0]
     carried = [part.extra[other_tensors.CARRIED] for part in parts if other_tensors.CARRIED in part.extra]
-    beside = {name: tensor for record in carried for name, tensor in record["tensors"].items()}
+    leftovers = {name: tensor for record in carried for name, tensor in record["tensors"].items()}
     return TrainState(
         {path: param for part in parts for path, param in part.params.items()},
         {path: slots for part in parts for path, slots in part.slots.items()},
         _optimizer(spec),
         Counts(step, step),
         {path: rule for part in parts for path, rule in part.rules.items()},
-        {other_tensors.CARRIED: {"updates": step, "tensors": beside}} if beside else {},
+        {other_tensors.CARRIED: {"updates": step, "tensors": leftovers}} if leftovers else {},
     )
 
 
