@@ -32,8 +32,8 @@ from statekit.errors import (
     printable,
 )
 from statekit.files.tree import Place
+from statekit.state.factoring import PLACEHOLDER
 from statekit.state.schema import WEIGHTS
-from statekit.state.stored_slots import PLACEHOLDER
 from statekit.tensors.stats import measure
 from statekit.tensors.tensor import nbytes
 

@@ -21,11 +21,10 @@ from statekit.conversion.open_state import OpenState
 from statekit.errors import some
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import TAKEN
-from statekit.state.factoring import by_shape, swapped
+from statekit.state.factoring import FACTORED, by_shape, swapped
 from statekit.state.param_names import is_adapted
 from statekit.state.schema import WEIGHTS, is_native, load_schema
 from statekit.state.stored_params import MASTER
-from statekit.state.stored_slots import FACTORED
 from statekit.state.train_state import Axis, Group, Kind, TrainState
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, bytes_of, nbytes
 

@@ -15,9 +15,9 @@ from blake3 import blake3
 
 from statekit.errors import FormatError, NotFoundError, StatekitError
 from statekit.pipeline import ahead, passed
+from statekit.state.factoring import FACTORED
 from statekit.state.run import BUFFERS
 from statekit.state.stored_params import MASTER
-from statekit.state.stored_slots import FACTORED
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.digest import little_endian
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Tensor, blocks, float_info, nbytes, rounded

@@ -14,10 +14,10 @@ from statekit.attestation.implied_updates import moved_otherwise
 from statekit.attestation.one_step import SMALL
 from statekit.attestation.reading import Key, Readings, place
 from statekit.state.comparison import compare_states
+from statekit.state.factoring import FACTORED
 from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.stored_params import MASTER
-from statekit.state.stored_slots import FACTORED
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, nbytes
 

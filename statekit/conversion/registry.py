@@ -53,9 +53,9 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, check_whole, proven
 from statekit.files.source import first_bytes, listing, looking, not_there, reading, walked
 from statekit.files.tree import Place, StoredPlace, size_of
-from statekit.state.facts import contradictions, with_optimizer
+from statekit.state.facts import contradictions, with_optimizer, with_own_rate
 from statekit.state.schema import WEIGHTS, is_native, load_schema
-from statekit.state.told_schedule import told_schedule, with_own_rate
+from statekit.state.told_schedule import told_schedule
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import nbytes
 from statekit.tensors.tree import shipped_json

@@ -3,6 +3,11 @@
 T5X has rules that people write, by path or by what axes are called; in the other variants the shape decides, as their
 constants in the schema say. Where neither is known, the shapes of slots show what the rule was.
 
+Canonically there are only the slots that are in use, without averaged axes. Implementations store more: an averaged
+axis may stay with size 1, a slot that isn't in use may have a placeholder, and a factored parameter may store its
+whole estimate beside what it follows from (`reduced_axis`, `placeholders` and `redundant_v` in
+`schemas/adafactor.json`).
+
 Source: T5X t5x/adafactor.py, `factor_name_to_factordim`, `HParamMap`, `Adafactor._parse_rule`, `_factored_dims`,
 `set_param_axes`; of the others the sources in `schemas/adafactor.json`.
 """
@@ -22,8 +27,12 @@ from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.patterns import is_found
-from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tensor import DType, Filled, Shape, Tensor
 
+FACTORED, WHOLE = ("v_row", "v_col"), ("v",)
+PLACEHOLDER: Shape = (1,)
+"""The shape of `zeros_1`: also where a layout has to tell from shapes alone which slots are in use."""
+_UNUSED = "stands for a slot that isn't in use"
 HEURISTIC = "HEURISTIC"
 """The value of a factor map's entry that leaves a parameter to its shape."""
 
@@ -353,3 +362,63 @@ def shown_rule(shape: Shape, slots: Mapping[str, Tensor], variant: str | None) -
         if len(shape) == 2 and fits(axes, shape, row, column):
             return Rule(axes, "assumed" if shape[0] == shape[1] else "file")
     return from_slots(shape, row, column, False)
+
+
+def unused(rule: Rule) -> tuple[str, ...]:
+    """Returns the slots of the second moment that a parameter doesn't use."""
+    return WHOLE if rule.factored else FACTORED
+
+
+def is_derived(variant: str, slot: str, rule: Rule) -> bool:
+    """Tells whether an implementation stores in a slot what follows from the two that are in use."""
+    return rule.factored and slot in WHOLE and variant_constants("adafactor", variant)["redundant_v"]
+
+
+def placeholder(variant: str, slot: str, dtype: DType) -> Tensor | None:
+    """Returns what an implementation stores for a slot that isn't in use; None if nothing.
+
+    Args:
+        variant: The implementation.
+        slot: Canonical name.
+        dtype: Of a placeholder that is of the slots' own dtype.
+
+    Example:
+        >>> placeholder("optax", "v", np.dtype("float32")).shape, placeholder("torch", "v", np.dtype("float32"))
+        ((1,), None)
+    """
+    kind = variant_constants("adafactor", variant)["placeholders"]
+    if kind == "zeros_1":
+        return Filled(PLACEHOLDER, dtype, reason=_UNUSED)
+    if kind == "int32_scalar" and slot in FACTORED:
+        return Filled((), np.dtype(np.int32), reason=_UNUSED)
+    return None
+
+
+def with_placeholders(
+    variant: str, slots: Mapping[str, Tensor], names: Iterable[str], dtype: DType
+) -> dict[str, Tensor]:
+    """Returns slots with an implementation's placeholders under those of the names that have none."""
+    empty = {name: placeholder(variant, name, dtype) for name in names if name not in slots}
+    return {**slots, **{name: tensor for name, tensor in empty.items() if tensor is not None}}
+
+
+def stored_shape(variant: str, slot: str, rule: Rule, shape: Shape) -> Shape:
+    """Returns the shape in which an implementation stores a slot that is in use.
+
+    Args:
+        variant: The implementation.
+        slot: Canonical name, of any slot.
+        rule: How the parameter is factored.
+        shape: The parameter's.
+
+    Example:
+        >>> rule = Rule((Axis.ROW, Axis.COLUMN), "file")
+        >>> stored_shape("torch", "v_row", rule, (4, 3)), stored_shape("optax", "v_row", rule, (4, 3))
+        ((4, 1), (4,))
+    """
+    if slot not in FACTORED:
+        return shape
+    if variant_constants("adafactor", variant)["reduced_axis"] == "dropped":
+        return rule.slot_shape(slot, shape)
+    gone = rule.dims(Axis.COLUMN if slot == "v_row" else Axis.ROW)
+    return tuple(1 if i in gone else n for i, n in enumerate(shape))

@@ -12,6 +12,8 @@ import numpy as np
 from statekit.errors import Faults, InexactError, UnknownRuleError, UsageError
 from statekit.state.evidence import BEYOND, COUNT, OPTIMIZER, Fact, against_file
 from statekit.state.options import RATE_NAMES
+from statekit.state.rates import Rates
+from statekit.state.run import run_of
 from statekit.state.schema import (
     WEIGHTS,
     OptimizerSchema,
@@ -329,3 +331,20 @@ def still_assumed(state: TrainState) -> tuple[str, ...]:
         elif kept:
             sentences.append(f"{reason}{_ASSUMED}{', '.join(kept)}.")
     return tuple(sentences)
+
+
+def with_own_rate(state: TrainState) -> TrainState:
+    """Returns a state that says of a rate which a user gave that the run's isn't constant, where it has a schedule."""
+    groups = state.optimizer.groups
+    given = [
+        group.hyperparameters[n] for group in groups for n in RATE_NAMES if group.known_from.get(n) == "given"
+    ]
+    schedules = run_of(state.extra).schedules if given else ()
+    if not schedules or all(isinstance(rate, Rates) for schedule in schedules for rate in schedule.rates):
+        return state
+    sentence = (
+        f"The run's learning rate follows a schedule ({schedules[0].kind or 'whose function no file has'}):"
+        f" {' and '.join(map(repr, dict.fromkeys(given)))} is taken for the next update's, and what goes on without a"
+        " schedule keeps it. --schedule tells the function."
+    )
+    return replace(state, assumptions=(*state.assumptions, sentence))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from statekit.errors import UsageError
-from statekit.state.options import RATE_NAMES, stored_rate
+from statekit.state.options import stored_rate
 from statekit.state.rates import Rates
 from statekit.state.run import MEGATRON, Schedule, run_of
 from statekit.state.schedules import icefall
@@ -72,20 +72,3 @@ def _against(state: TrainState, schedule: Schedule) -> Iterator[str]:
             and not math.isclose(rates.rate(updates), stored, rel_tol=1e-6)
         ):
             yield f"it gives {rates.rate(updates)!r} at {schedule.at}, and group {number} has {stored!r}"
-
-
-def with_own_rate(state: TrainState) -> TrainState:
-    """Returns a state that says of a rate which a user gave that the run's isn't constant, where it has a schedule."""
-    groups = state.optimizer.groups
-    given = [
-        group.hyperparameters[n] for group in groups for n in RATE_NAMES if group.known_from.get(n) == "given"
-    ]
-    schedules = run_of(state.extra).schedules if given else ()
-    if not schedules or all(isinstance(rate, Rates) for schedule in schedules for rate in schedule.rates):
-        return state
-    sentence = (
-        f"The run's learning rate follows a schedule ({schedules[0].kind or 'whose function no file has'}):"
-        f" {' and '.join(map(repr, dict.fromkeys(given)))} is taken for the next update's, and what goes on without a"
-        " schedule keeps it. --schedule tells the function."
-    )
-    return replace(state, assumptions=(*state.assumptions, sentence))

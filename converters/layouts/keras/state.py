@@ -31,10 +31,9 @@ from statekit.converters.layouts.hyperparameters import Hyperparameters, Manifes
 from statekit.errors import Faults, InexactError, StateError
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import Fact
-from statekit.state.factoring import by_shape, swapped
+from statekit.state.factoring import FACTORED, by_shape, placeholder, stored_shape, swapped
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import load_schema
-from statekit.state.stored_slots import FACTORED, placeholder, stored_shape
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
 from statekit.tensors.typed import fits

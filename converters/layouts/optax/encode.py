@@ -49,10 +49,9 @@ from statekit.converters.layouts.optax.skeleton import (
     usual_tree,
 )
 from statekit.errors import Faults, InexactError, StateError
-from statekit.state.factoring import turned_matrices
+from statekit.state.factoring import FACTORED, WHOLE, turned_matrices, with_placeholders
 from statekit.state.run import run_of
 from statekit.state.schema import load_schema
-from statekit.state.stored_slots import FACTORED, WHOLE, with_placeholders
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory
 from statekit.tensors.tree import Path, Tree, nested, walk

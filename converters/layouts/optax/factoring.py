@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from statekit.state.constants import variant_constants
-from statekit.state.factoring import by_shape
-from statekit.state.stored_slots import PLACEHOLDER
+from statekit.state.factoring import PLACEHOLDER, by_shape
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape, Tensor
 

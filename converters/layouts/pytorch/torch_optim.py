@@ -76,12 +76,11 @@ from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, 
 from statekit.lines.printing import SavedRun, State, torch_lines
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several, of_class
-from statekit.state.factoring import by_shape, matrix_rule, turned_matrices
+from statekit.state.factoring import FACTORED, by_shape, matrix_rule, stored_shape, turned_matrices
 from statekit.state.param_names import is_adapted
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
 from statekit.state.schema import is_native, load_schema, named_native
 from statekit.state.stored_params import MASTER
-from statekit.state.stored_slots import FACTORED, stored_shape
 from statekit.state.train_state import PER_PARAMETER, Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory, scalar
 from statekit.tensors.tree import Path as TreePath

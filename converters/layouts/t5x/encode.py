@@ -12,8 +12,7 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, dropped_from
 from statekit.errors import Faults, InexactError
-from statekit.state.factoring import by_size
-from statekit.state.stored_slots import with_placeholders
+from statekit.state.factoring import by_size, with_placeholders
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, in_memory
 from statekit.tensors.tree import nested

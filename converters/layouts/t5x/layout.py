@@ -34,6 +34,7 @@ from statekit.errors import Faults, StateError, some
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.factoring import (
+    PLACEHOLDER,
     GivenRules,
     effective,
     first_entry,
@@ -47,7 +48,6 @@ from statekit.state.factoring import (
 from statekit.state.options import checked_hparams, read_hparams
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import load_schema
-from statekit.state.stored_slots import PLACEHOLDER
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DType, Shape, Tensor
 from statekit.tensors.tree import Tree, walk

@@ -1,4 +1,4 @@
-"""The second moment of an Adafactor in recordings, which hold it as the implementation does (state/stored_slots.py)."""
+"""The second moment of an Adafactor in recordings, which hold it as the implementation does (state/factoring.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from statekit.errors import FormatError
-from statekit.state.stored_slots import FACTORED, is_derived, placeholder, stored_shape, unused
+from statekit.state.factoring import FACTORED, is_derived, placeholder, stored_shape, unused
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape, Tensor, in_memory
 from statekit.tensors.views import Squeezed
