@@ -22,7 +22,7 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence, write_cut
 from statekit.converters.containers.step_folders import check_step
-from statekit.converters.formats.crc import RunningChecks, crc32c
+from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.storage import dense
 from statekit.converters.formats.tensor_bundle.entries import (
     STRING,
@@ -47,6 +47,7 @@ from statekit.files.sections import CutPoints, Section
 from statekit.files.source import File, Files, last_bytes, listing, opening, read_small, record
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
+from statekit.pipeline import RunningChecks
 from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.slices import Extent, bounds
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, Tensor, index_shape

@@ -143,8 +143,8 @@ def _ranks_of_one_save(
 
 
 def _no_step(folder: Place, step: int | None, steps: Sequence[int]) -> NotFoundError:
-    there = ", ".join(map(str, steps)) or "none"
-    return NotFoundError("There is no such step.", place=folder, expected=step, found=there)
+    steps_found = ", ".join(map(str, steps)) or "none"
+    return NotFoundError("There is no such step.", place=folder, expected=step, found=steps_found)
 
 
 class _OfRank(NamedTuple):

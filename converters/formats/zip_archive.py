@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import BinaryIO, NamedTuple
 
-from statekit.converters.formats.crc import RunningChecks, crc32
+from statekit.converters.formats.crc import crc32
 from statekit.converters.formats.storage import DEFLATE, MOST_OF_ONE, decompressed
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
 from statekit.files.manifest import Checked
 from statekit.files.source import Part, Source, bring, bytes_at, hold, is_stored, record, short
+from statekit.pipeline import RunningChecks
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")

@@ -204,8 +204,8 @@ class DeepSpeed:
         why = TORCH_OPTIM.detect(replace(checkpoint, tree=bare, container=_FILE))
         if why is None:
             return None
-        beside = "numbers without names" if is_numbered else f"{_WEIGHT} beside each parameter's slots"
-        return Evidence(20, f"{why.because}, and {beside}")
+        form = "numbers without names" if is_numbered else f"{_WEIGHT} beside each parameter's slots"
+        return Evidence(20, f"{why.because}, and {form}")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         checkpoint, order = _with_names(checkpoint, hints)
