@@ -112,11 +112,13 @@ def safetensors_of(bytes_: int) -> Callable[[Path], None]:
     return make
 
 
-def torch_run(tensors: int) -> Callable[[Path], None]:
-    """Returns what writes a run of AdamW with as many tensors of 2 x 2 and counts."""
+def torch_run(tensors: int, side: int = 2) -> Callable[[Path], None]:
+    """Returns what writes a run of AdamW with as many square matrices and counts."""
 
     def make(path: Path) -> None:
-        params = {f"layer{i}.weight": torch.nn.Parameter(torch.zeros(2, 2)) for i in range(tensors // 4)}
+        params = {
+            f"layer{i}.weight": torch.nn.Parameter(torch.zeros(side, side)) for i in range(tensors // 4)
+        }
         optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
         for param in params.values():
             param.grad = torch.ones_like(param)
@@ -132,6 +134,7 @@ ROWS: dict[str, Callable[[Path], str]] = {
     "inspect a 100 GB safetensors": inspected(safetensors_of(100 * 10**9)),
     "inspect a torch run of 10 000 tensors": inspected(torch_run(10_000)),
     "inspect a torch run of 100 000 tensors": inspected(torch_run(100_000)),
+    "inspect a torch run of 1 000 parameters of 100 x 100": inspected(torch_run(4_000, 100)),
 }
 CONTAINERS = (
     "torch", "safetensors", "statekit", "dcp", "dcp-safetensors", "megatron", "hf-trainer", "accelerate", "flax",
@@ -140,9 +143,9 @@ CONTAINERS = (
 """All that our own trees can hold; tensorstore reads Orbax' databases from real stores alone."""
 
 
-def opened(folder: Path, tensors: int) -> Table:
+def opened(folder: Path, tensors: int, side: int) -> Table:
     """Returns what opening a run of AdamW costs in each container, beside `2 + 4 x files` requests."""
-    torch_run(tensors)(folder / "run.pt")
+    torch_run(tensors, side)(folder / "run.pt")
     table = Table("container", "files", "requests", "of at most", "MB read", "MB in all")
     for container in CONTAINERS:
         path = folder / "".join((container, *registry.container(container).suffixes[:1]))
@@ -169,8 +172,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             table.add_row(name, measure(Path(folder)))
     Console(width=100).print(table)
-    with tempfile.TemporaryDirectory() as folder:
-        Console(width=100).print(opened(Path(folder), 1200))
+    for side in (2, 100):
+        with tempfile.TemporaryDirectory() as folder:
+            Console(width=100).print(opened(Path(folder), 1200, side))
 
 
 if __name__ == "__main__":
