@@ -333,7 +333,7 @@ def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Pl
 def _losses(name: str, expression: Mapping[str, Any], encoded: Encoded) -> list[tuple[Exactness, str]]:
     """Returns what a tensor loses on its way into native form: how exact it stays, and why."""
     losses = [encoded.exactness.get(name, (Exactness.BITWISE, ""))]
-    return losses + [loss for node in _nodes(expression) if (loss := INEXACT.get(str(node.get("op"))))]
+    return losses + [loss for node in nodes(expression) if (loss := INEXACT.get(str(node.get("op"))))]
 
 
 def losses_in(encoded: Encoded) -> dict[str, Exactness]:
@@ -378,18 +378,18 @@ def _origin(expression: Mapping[str, Any], sources: set[str]) -> Origin:
 
 def _stored_names(expression: Any) -> Iterator[str]:
     """Yields the names of the stored tensors in an expression."""
-    return (str(node["name"]) for node in _nodes(expression) if node.get("op") == "stored")
+    return (str(node["name"]) for node in nodes(expression) if node.get("op") == "stored")
 
 
-def _nodes(expression: Any) -> Iterator[Mapping[str, Any]]:
+def nodes(expression: Any) -> Iterator[Mapping[str, Any]]:
     """Yields an expression and all that it is made of."""
     if isinstance(expression, Mapping):
         yield expression
         for part in expression.values():
-            yield from _nodes(part)
+            yield from nodes(part)
     elif isinstance(expression, (list, tuple)):
         for part in expression:
-            yield from _nodes(part)
+            yield from nodes(part)
 
 
 def _lost(dropped: Mapping[str, str]) -> list[str]:

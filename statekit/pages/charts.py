@@ -393,24 +393,20 @@ def heat_map(
     shape: tuple[int, int],
     *,
     first: tuple[int, int] = (0, 0),
-    axes: tuple[str, str] = ("rows", "columns"),
-    powers: bool = True,
 ) -> Plot:
-    """Draws a matrix as colours, a cell for each of its tiles.
+    """Draws a matrix as colours, a cell for each of its tiles; zeros have the colour of the least magnitude.
 
     Args:
         title: What it is of.
         formula: What a cell is of its tile.
-        unit: What the colours count.
+        unit: What the colours count, in powers of ten.
         cells: The cells, row by row; None where no value is finite.
         shape: Rows and columns that the cells are of.
         first: The first row and column of them, where they are a region of a larger matrix.
-        axes: What these are.
-        powers: Whether colours count powers of ten of magnitudes; zeros then have the colour of the least.
     """
     table = _table(cells)
     with np.errstate(divide="ignore"):
-        heights = np.log10(np.abs(table)) if powers else table
+        heights = np.log10(np.abs(table))
     heights[~np.isfinite(heights) & ~np.isnan(heights)] = -math.inf
     good = heights[np.isfinite(heights)]
     low, high = (float(good.min()), float(good.max())) if good.size else (0.0, 1.0)
@@ -419,24 +415,21 @@ def heat_map(
     image = png(pixels)
     rows, columns = shape
     (top, left), (low_end, right) = first, (first[0] + rows, first[1] + columns)
-    across = Axis(_counted(axes[1], left, right), left, right, _LEFT, WIDTH - _RIGHT - 80, whole=True)
-    down = Axis(_counted(axes[0], top, low_end), top, low_end, _TOP, HEIGHT - _BOTTOM, whole=True)
+    across = Axis(_counted("columns", left, right), left, right, _LEFT, WIDTH - _RIGHT - 80, whole=True)
+    down = Axis(_counted("rows", top, low_end), top, low_end, _TOP, HEIGHT - _BOTTOM, whole=True)
     legend = Axis(unit, low, high, HEIGHT - _BOTTOM, _TOP, None)
     drawn = [_image(image, (across.start, down.start), (across.end, down.end))]
     ramp = png(_coloured(np.linspace(1, 0, 64)[:, None]))
     ramp_left = WIDTH - _RIGHT - 66
     drawn.append(_image(ramp, (ramp_left, _TOP), (ramp_left + 12, HEIGHT - _BOTTOM)))
-    for value, called in legend.ticks():
-        drawn.append(
-            _text(ramp_left + 16, legend.at(value) + 4, _short_number(10**value) if powers else called)
-        )
+    for value, _ in legend.ticks():
+        drawn.append(_text(ramp_left + 16, legend.at(value) + 4, _short_number(10**value)))
     drawn.append(_text(WIDTH - _RIGHT, HEIGHT - _BOTTOM + 34, unit, "end"))
     numbers = tuple((i, *row) for i, row in enumerate(cells))
     column_labels = tuple(str(i) for i in range(len(cells[0]) if cells else 0))
     summary = f"{len(cells)} by {len(column_labels)} cells of a {rows} by {columns} matrix"
     if good.size:
-        ends = (10**low, 10**high) if powers else (low, high)
-        summary += f", {unit} from {number(ends[0])} to {number(ends[1])}"
+        summary += f", {unit} from {number(10**low)} to {number(10**high)}"
     return _plot(
         title,
         formula,

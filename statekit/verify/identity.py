@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from statekit.conversion.plan import Plan
+from statekit.conversion.plan import Plan, nodes
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import tensor_entry
 from statekit.state.exactness import Exactness
@@ -214,7 +214,7 @@ def _used(tensors: Iterable[Tensor]) -> dict[str, int]:
         expression = tensor.to_json()
         leaves = list(_leaves(expression))
         # Of copies every one is read, and held to the first.
-        whole = len(leaves) > 1 or any(node.get("op") == "copies" for node in _nodes(expression))
+        whole = len(leaves) > 1 or any(node.get("op") == "copies" for node in nodes(expression))
         for leaf, size in leaves:
             used[leaf] = used.get(leaf, 0) + (size if whole else math.prod(tensor.shape))
     return used
@@ -240,21 +240,11 @@ def _origin(tensor: Tensor | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (), ()
     expression = tensor.to_json()
     names = tuple(dict.fromkeys(name for name, _ in _leaves(expression)))
-    operations = [str(node["op"]) for node in _nodes(expression) if node.get("op") not in (None, "stored")]
+    operations = [str(node["op"]) for node in nodes(expression) if node.get("op") not in (None, "stored")]
     return names, tuple(dict.fromkeys(reversed(operations)))
 
 
 def _leaves(expression: Any) -> Iterator[tuple[str, int]]:
-    for node in _nodes(expression):
+    for node in nodes(expression):
         if node.get("op") == "stored":
             yield str(node["name"]), math.prod(node["shape"])
-
-
-def _nodes(expression: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(expression, Mapping):
-        yield expression
-        for part in expression.values():
-            yield from _nodes(part)
-    elif isinstance(expression, (list, tuple)):
-        for part in expression:
-            yield from _nodes(part)
