@@ -382,22 +382,14 @@ def _params_of(
 
 
 @contextmanager
-def state_to_load(
-    source: CheckpointRef | Place,
-    *,
-    step: int | None = None,
-    hints: CheckpointRef = NO_HINTS,
-    params_only: bool = False,
-) -> Iterator[OpenState]:
+def state_to_load(ref: CheckpointRef, *, params_only: bool = False) -> Iterator[OpenState]:
     """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
 
     What was read in part is proven when the context is left without an error. It warns of files that may be of another
-    step, of what looks like a part of the run and isn't read, and of damage that the hints accept.
+    step, of what looks like a part of the run and isn't read, and of damage that is accepted.
 
     Args:
-        source: As in `open_state`.
-        step: As in `open_state`.
-        hints: As in `open_state`.
+        ref: The checkpoint, with what a user says of it.
         params_only: Whether parameters alone are loaded, which need no optimizer that a layout decodes.
 
     Raises:
@@ -406,7 +398,6 @@ def state_to_load(
     """
     from statekit.files.proving import proving  # conversions prove their source otherwise
 
-    ref = ref_of(source, hints, step=step)
     ref, named, seen = chosen_container(ref)
     budget = ref.job_budget()
     with registry.opened(named, ref.place, ref.step, ref, budget) as checkpoint:
