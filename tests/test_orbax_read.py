@@ -319,3 +319,20 @@ def test_a_step_has_every_item_that_it_says_it_has(step: Path, tmp_path: Path) -
     with pytest.raises(FormatError, match="lacks items") as raised:
         ORBAX.open(target)
     assert raised.value.expected == "data_iter" and raised.value.found
+
+
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+def test_a_database_of_tensorstore_alone_is_none_of_orbax(driver: str, tmp_path: Path) -> None:
+    """Seen red: an incomplete item of Orbax, to be copied again, which helps nobody."""
+    tensorstore: Any = pytest.importorskip("tensorstore")
+    folder = tmp_path / "run" / "arrays"
+    store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": "params.w/"}
+    array = tensorstore.open(
+        {"driver": driver, "kvstore": store}, create=True, dtype=tensorstore.float32, shape=[4, 3]
+    ).result()
+    array.write(np.ones((4, 3), np.float32)).result()
+    with pytest.raises(RefusedError, match=r"TensorStore \(OCDBT\) alone[\s\S]*save the tree with Orbax"):
+        ORBAX.open(folder)
+    (folder / "ocdbt.process_0").mkdir()  # as Orbax leaves one
+    with pytest.raises(FormatError, match="the checkpoint is incomplete; copy it again"):
+        ORBAX.open(folder)

@@ -22,6 +22,7 @@ json_checkpoint_handler.py; _src/serialization/type_handlers.py, `StringHandler`
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from statekit.converters.containers.orbax.metadata import (
 )
 from statekit.converters.containers.orbax.writer import COMMIT, VALUE, ItemWriter, step_metadata, write_commit
 from statekit.converters.containers.step_folders import (
+    DATABASE,
     INDEX,
     JSON_ITEM,
     STEP_METADATA,
@@ -54,7 +56,7 @@ from statekit.converters.containers.step_folders import (
 from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
 from statekit.converters.formats.zarr.headers import ArrayPlace, Arrays
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
-from statekit.errors import CorruptError, Faults, FormatError
+from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.files.checkpoint import VARIABLES, Checkpoint, Finding
 from statekit.files.sections import CutPoints, Section
 from statekit.files.source import Files, Source, listing, opening
@@ -104,6 +106,32 @@ def open_item(folder: Place, opened: Files) -> Item:
     return replace(item, custom=strict_json(json.dumps(item.custom), metadata.place, opened.account))
 
 
+_OF_ORBAX = re.compile(
+    r"_sharding|array_metadatas|ocdbt\.process_.*|commit_success\.txt|_CHECKPOINT_METADATA"
+)
+"""Names of what Orbax writes beside an item's database.
+
+Source: google/orbax checkpoint/orbax/checkpoint/_src, serialization/type_handlers.py,
+metadata/array_metadata_store.py.
+"""
+
+
+def _unsaid(folder: Place) -> FormatError:
+    """Returns the error about a database without a tree: Orbax' own is incomplete, another program's has none."""
+    subject, expected = "An Orbax item doesn't say what its arrays are.", f"{TREE_METADATA}, or {INDEX}"
+    is_of_step = (folder.parent / STEP_METADATA).is_file()
+    if is_of_step or any(_OF_ORBAX.fullmatch(entry.name) for entry in listing(folder)):
+        remedy = "the checkpoint is incomplete; copy it again"
+        return FormatError(subject, place=folder, expected=expected, remedy=remedy)
+    return RefusedError(
+        "A database of TensorStore (OCDBT) alone doesn't say what its arrays are.",
+        place=folder,
+        expected=f"the records that Orbax writes beside it: {expected}",
+        found=f"{DATABASE}, and nothing of Orbax",
+        remedy="open it in the program that wrote it and save the tree with Orbax; if Orbax wrote it, copy it again",
+    )
+
+
 def _item(files: FolderStore, index: Source | None, metadata: TreeMetadata | None, opened: Files) -> Item:
     folder = files.folder
     arrays = _arrays(folder, metadata, opened)
@@ -114,12 +142,7 @@ def _item(files: FolderStore, index: Source | None, metadata: TreeMetadata | Non
         tree, findings, prefixes = arrays.with_tensors(_unwrapped(parsed))
         return Item(tree, findings, _tops(prefixes))
     if metadata is None:
-        raise FormatError(
-            "An Orbax item doesn't say what its arrays are.",
-            place=folder,
-            expected=f"{TREE_METADATA}, or {INDEX}",
-            remedy="the checkpoint is incomplete; copy it again",
-        )
+        raise _unsaid(folder)
     entries = metadata.entries()
     values = sum(1 + len(entry.path) for entry in entries)
     opened.account.nodes(values, "The tree of an Orbax item", metadata.place)
