@@ -2,7 +2,8 @@
 
     python maxtext_driving.py RUN_FOLDER BATCHES OVERRIDES.json
 
-RUN_FOLDER is `<base>/<run>`, with `checkpoints/<K - 1>` in it. It prints {"<update>": loss} as JSON, last.
+RUN_FOLDER is `<base>/<run>`, with `checkpoints/<K - 1>` in it, or nothing: a run begins then. It prints
+{"<update>": loss} as JSON, last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def main(run: Path, batches: Path, overrides: Path) -> None:
     )
 
     recorded, losses = load_file(batches), dict[str, float]()
-    begins = 1 + max(int(folder.name) for folder in (run / "checkpoints").iterdir() if folder.name.isdigit())
+    saved = [int(folder.name) for folder in (run / "checkpoints").glob("[0-9]*")]
+    begins = 1 + max(saved, default=-1)
     steps = iter(range(begins + 1, 1 + max(int(name.partition("/")[0]) for name in recorded)))
 
     def next_batch(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -148,9 +148,9 @@ def test_megatron_core_goes_on_with_a_run_of_trainer(layers: str, tmp_path: Path
     assert apart(megatrons(tmp_path / "run", "hf_qwen3", **asked), "hf_qwen3") <= LOSS
 
 
-def maxtexts(run: Path, name: str) -> dict[str, float]:
-    """Returns the losses of updates 5 to 8 in MaxText."""
-    (run / "overrides.json").write_text(json.dumps(meta_of(name)["overrides"]))
+def maxtexts(run: Path, name: str, **changed: Any) -> dict[str, float]:
+    """Returns the losses of updates 5 to 8 in MaxText, or of all from 1 on where there is no checkpoint."""
+    (run / "overrides.json").write_text(json.dumps(meta_of(name)["overrides"] | changed))
     words = (run, RUNS / name / "batches.safetensors", run / "overrides.json")
     python = os.environ["STATEKIT_MAXTEXT"]
     losses: dict[str, float] = driven(python, "maxtext_driving.py", *map(str, words), JAX_PLATFORMS="cpu")
@@ -177,6 +177,28 @@ def test_maxtext_goes_on_from_its_runs_as_they_are_written_again(name: str, tmp_
         **variant,
     )
     assert apart(maxtexts(tmp_path / "run", name), name) <= LOSS
+
+
+@in_maxtext
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"adamw_mask": "['scale']"},
+        {"per_device_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"skip_step_on_spikes": True, "skip_step_interval": 4},
+    ],
+    ids=lambda options: next(reversed(options)),
+)
+def test_maxtext_goes_on_from_a_run_with_options_of_its_own(options: dict[str, Any], tmp_path: Path) -> None:
+    """Seen red: a run that had skipped a step lay in the folder before."""
+    name = "maxtext_qwen3_scanned"
+    for run in ("whole", "again"):
+        (tmp_path / run).mkdir()
+    maxtexts(tmp_path / "whole", name, **options, steps=4)
+    checkpoints = tmp_path / "again/checkpoints"
+    statekit.convert(tmp_path / "whole/checkpoints/3", checkpoints, to="maxtext-orbax", assume_defaults=True)
+    again = maxtexts(tmp_path / "again", name, **options)
+    assert again.keys() == {"5", "6", "7", "8"} and again == maxtexts(tmp_path / "whole", name, **options)
 
 
 @in_deepspeed

@@ -8,13 +8,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import statekit
 from statekit.cli.main import main
+from statekit.conversion.contracts import Hints
 from statekit.conversion.resume import of_plan, resume_lines
+from statekit.converters.layouts.optax.maxtext import LAYOUT as MAXTEXT
 from statekit.errors import UsageError
+from statekit.files.checkpoint import Checkpoint
 from statekit.maps.model_map import maps_of
+from statekit.tensors.tensor import in_memory
 
 pytestmark = pytest.mark.torch
 CASE = Path(__file__).parent / "cases/train/maxtext_llama_scanned/3"
@@ -131,3 +136,25 @@ def test_flax_writes_a_chain_as_a_mapping_and_its_moments_are_no_parameters(tmp_
     statekit.convert(CASE, tmp_path / "flax", to="flax")
     differences = statekit.diff(CASE, tmp_path / "flax").differences
     assert {difference.what for difference in differences} <= {"rule"}  # Optax rounds otherwise
+
+
+def test_the_folder_counts_steps_that_a_watch_for_spikes_skipped(tmp_path: Path) -> None:
+    """MaxText 0.2.5 went on from there with the run's own losses. Seen red: folder 2, as of three updates."""
+    weights = {
+        "decoder": {"norm": {"scale": in_memory(np.ones(3, np.float32))}},
+        "token_embedder": {"embedding": in_memory(np.ones((5, 3), np.float32))},
+    }
+    count = in_memory(np.asarray(3, np.int32))
+    steps, losses = in_memory(np.asarray(4, np.int32)), in_memory(np.ones(4, np.float32))
+    adam = {"count": count, "mu": weights, "nu": weights}
+    watch = {
+        "inner_state": {"0": adam, "1": None, "2": {"count": count}},
+        "losses": losses,
+        "grad_norms": losses,
+    }
+    watch |= {"count": steps, "is_skipped": in_memory(np.asarray(False))}
+    tree = {"params": {"params": weights}, "opt_state": watch, "step": steps}
+    checkpoint = Checkpoint("orbax", tmp_path, tree)
+    assert MAXTEXT.detect(checkpoint) is not None
+    state = MAXTEXT.decode(checkpoint, Hints())
+    assert (state.counts.updates, MAXTEXT.encode(state).step) == (3, 3)

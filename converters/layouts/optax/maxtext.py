@@ -35,7 +35,7 @@ from statekit.state.hyperparameters import IS_EXCLUDED
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Group, Rule, TrainState
-from statekit.tensors.tensor import in_memory
+from statekit.tensors.tensor import in_memory, scalar
 from statekit.tensors.tree import Tree, at
 
 ADAMW, PAX = "maxtext", "maxtext_pax"
@@ -154,7 +154,7 @@ class MaxText:
         return replace(
             encoded,
             tree=tree,
-            step=updates - 1,
+            step=_steps(tree["step"], updates) - 1,
             place=f"{{step}}/{_ITEM}",
             custom=custom,
             assumptions=(*encoded.assumptions, *strange),
@@ -164,6 +164,12 @@ class MaxText:
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the command by which MaxText goes on."""
         return maxtext_lines(state, saved)
+
+
+def _steps(node: Tree, updates: int) -> int:
+    """Returns the steps of the run, by which MaxText looks for its folder: updates, and those that a watch skipped."""
+    steps = scalar(node)
+    return steps if type(steps) is int and steps > 0 else updates
 
 
 def _is_wrapped(opt_state: Tree) -> bool:

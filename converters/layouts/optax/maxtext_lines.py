@@ -135,7 +135,7 @@ def _stays(last: Piece, cosine: Piece) -> bool:
 def _comments(state: State) -> Iterator[str]:
     """Yields what MaxText does that the source's loop may not."""
     counts: Mapping[str, Any] = state["counts"]
-    yield f"# it resumes behind update {counts['updates']}: the folder's number is that less one"
+    yield "# it resumes behind the checkpoint's `step`, updates and skipped ones: the folder's number is that less one"
     yield "# gradients are clipped before the optimizer, by gradient_clipping_threshold; 0 is off"
     yield "# the loss is the mean over tokens whose targets_segmentation isn't 0, of all microbatches together"
     yield "# z_loss_multiplier=0.0 unless the run had one: it is part of the loss that is logged"
