@@ -17,6 +17,7 @@ from descriptions import open_recording
 from formats import plain_state
 from goldens import bundles
 from statekit.arrays.backend import backend
+from statekit.cli.main import main
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -271,3 +272,33 @@ def test_a_matrix_of_equal_axes_keeps_its_rows(tmp_path: Path) -> None:
         vr = tree["w/Adafactor"] if layout is T2T else tree["w_slot_vr"]
         # Of equal axes Mesh-TensorFlow's vr averages the first, so that it is our v_col.
         assert np.array_equal(vr.read(), rows.read()) == (layout is T2T)
+
+
+@pytest.mark.torch
+def test_a_first_moment_that_t2t_would_make_in_the_variables_dtype_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tensor2Tensor's Saver refuses a float32 m beside a bfloat16 variable."""
+    torch: Any = pytest.importorskip("torch")
+    adafactor: Any = pytest.importorskip("transformers.optimization").Adafactor
+    model = torch.nn.Linear(5, 3).bfloat16()
+    options = {"lr": 1e-3, "relative_step": False, "scale_parameter": False, "beta1": 0.9}
+    optimizer = adafactor(model.parameters(), **options)
+    model(torch.ones(2, 5).bfloat16()).float().sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    for slots in state["state"].values():
+        slots["exp_avg"] = slots["exp_avg"].float()
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "hf.pt")
+    command = [
+        "convert",
+        f"{tmp_path / 'hf.pt'}",
+        f"{tmp_path / 'out'}",
+        "--to",
+        "tf-bundle",
+        "--layout",
+        "t2t",
+    ]
+    assert main(command) == 3
+    assert "slot m is float32 beside a variable of bfloat16" in capsys.readouterr().err
+    assert main([*command, "--slot-dtype", "m=bfloat16", "--require", "lossy"]) == 0
