@@ -145,6 +145,12 @@ SUITES = {
         "and a worker took an expired lease back within 5 seconds. Silent: a lost, doubled or stuck job. `make "
         "test-service`; CI runs a sample.",
     ),
+    "attacks": Suite(
+        "Attacks by hand",
+        "On 2026-11-28 an engineer who had not written the code attacked it for about 70 minutes with new scripts. The "
+        "table counts the cases, and those that statekit did not handle as it promises. The last column names the test "
+        "that holds the mend. No suite repeats the attack.",
+    ),
 }
 """The sections, in the page's order, by the names of the suites."""
 
