@@ -12,8 +12,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from types import FrameType
-from typing import NamedTuple, cast
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple, cast
 
 import click
 
@@ -114,6 +116,42 @@ class _Nowhere(io.TextIOBase):
 _NOWHERE = _Nowhere()
 
 
+class _QuietImport:
+    """Keeps from stderr what TensorFlow prints there while it is imported, from C: it tells of itself."""
+
+    _looks = False
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Returns TensorFlow's spec with a quiet loader; as a finder of `sys.meta_path` does."""
+        if name != "tensorflow" or self._looks:
+            return None
+        self._looks = True
+        spec = find_spec(name)
+        self._looks = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                with _quiet():
+                    execute(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this spec's loader alone
+        return spec
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what is written to the file descriptor of stderr."""
+    shown = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(shown, 2)
+        os.close(shown)
+
+
 class Verb(NamedTuple):
     """Where a verb's click command lives (`module:command`), and the first line of its help."""
 
@@ -194,22 +232,25 @@ def statekit(debug: bool) -> None:
     """
 
 
-def _have_stdout() -> None:
-    """Opens a standard output that keeps nothing where whoever called us closed it."""
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+def _have_streams() -> None:
+    """Opens a standard output, and one for errors, that keep nothing where whoever called us closed them."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow tells of itself on stderr
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow tells of itself on stderr, from C
+    if not any(isinstance(finder, _QuietImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _QuietImport())
     if instruction := os.environ.get(COMPLETE):
         from click.shell_completion import shell_complete
 
         return shell_complete(statekit, {}, "statekit", COMPLETE, instruction)
     debug, as_json = False, "--json" in line
-    _have_stdout()
+    _have_streams()
     try:
         with (
             stoppable(),

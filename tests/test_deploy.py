@@ -13,6 +13,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from goldens import COMPACT
+from statekit.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 ACTION = ROOT / "deploy" / "action"
@@ -56,6 +57,21 @@ def test_each_hook_is_a_verb_that_takes_files() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     assert [hook["entry"] for hook in hooks] == ["statekit check", "statekit doctor"]
     assert all(re.search(hook["files"], GOOD.name) for hook in hooks)
+
+
+@pytest.mark.parametrize("name", ["--report=m.pt", "--layout=m.pt", "-m.pt"])
+def test_a_hook_examines_a_file_that_is_called_like_an_option(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: the damaged file wasn't examined, and was written over with a report."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(GOOD, "good.pt")
+    damaged = GOOD.read_bytes()[:1000]
+    Path(name).write_bytes(damaged)
+    for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text()):
+        _, *line = hook["entry"].split()
+        assert main([*line, *hook["args"], name, "good.pt"]) not in (0, 2)
+        assert Path(name).read_bytes() == damaged
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx: apt-get install nginx")

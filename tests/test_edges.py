@@ -18,6 +18,8 @@ from statekit.conversion.registry import detect_container
 from statekit.converters.containers.huggingface.safetensors import CONTAINER as SAFETENSORS
 from statekit.errors import FormatError, StatekitError, UnknownFormatError
 
+ROOT = Path(__file__).parents[1]
+
 
 def sharded(folder: Path, **index: Any) -> Path:
     import numpy as np
@@ -260,3 +262,29 @@ def test_arrays_without_their_tree_are_refused_by_what_they_are(tmp_path: Path) 
     for name, program in (("step-3", "Levanter"), ("model.eqx", "Equinox")):
         with pytest.raises(UnknownFormatError, match=program):
             detect_container(tmp_path / name)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "diff"])
+def test_verbs_do_the_same_where_nobody_takes_errors(verb: str, tmp_path: Path) -> None:
+    """Seen red: an error ended as an exit code that says that something was found wanting."""
+    checkpoint = str(save(plain_state(), tmp_path / "a.statekit"))
+    for path, expected in ((checkpoint, DONE), (str(tmp_path / "gone"), FAILED)):
+        paths = [path] * (1 + (verb == "diff"))
+        line = ["sh", "-c", 'exec "$0" -m statekit "$@" 2>&-', sys.executable, verb, *paths]
+        ended = subprocess.run(line, stdout=subprocess.PIPE, check=False, timeout=60, cwd=ROOT)
+        assert ended.returncode == expected
+
+
+@pytest.mark.tensorflow
+def test_tensorflow_tells_nothing_of_itself_on_stderr() -> None:
+    code = (
+        "import os, sys\n"
+        "from statekit.cli.main import main\n"
+        "assert main(['formats']) == 0\n"
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('tensorflow') is not None\n"
+        "import tensorflow as tf\n"
+        "print(tf.constant(1.0).numpy())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ended.stdout.endswith("1.0\n") and ended.stderr == ""

@@ -175,6 +175,13 @@ def test_a_target_that_leaves_facts_open_asks_for_nothing(tmp_path: Path) -> Non
     assert (facts["learning_rate"], facts["beta1"]) == ("unknown", "assumed")
 
 
+def test_a_rate_that_a_schedule_gives_is_not_unknown(tmp_path: Path) -> None:
+    """Seen red: the headline called it unknown, and the next line named it."""
+    told = CheckpointRef(schedule="optax.cosine_decay_schedule(0.1, 30)")
+    planned = plan(of_optax_file(tmp_path), tmp_path / "x.pt", hints=told)
+    assert "unknown" not in planned.headline and "weight_decay_rate=0.0001" in planned.headline
+
+
 def test_a_layout_that_would_ask_is_passed_over_where_none_was_named(tmp_path: Path) -> None:
     planned = plan(of_optax_file(tmp_path), tmp_path / "x", to="accelerate")
     assert planned.target.layout == "statekit-torch"

@@ -307,7 +307,7 @@ def _prepared(request: Request) -> Plan:
             keeps,
             changes,
             opened.state.counts.done,
-            (*facts_of(carried, makers), *open_parts(opened.checkpoint.findings)),
+            (*facts_of(_with_rates(carried), makers), *open_parts(opened.checkpoint.findings)),
         )
         plan.check()
         plan = _with_next_update(replace(plan, findings=(*plan.findings, *_losses(opened, state, card))))
