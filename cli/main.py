@@ -142,14 +142,14 @@ class _QuietImport:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Drops what is written to the file descriptor of stderr."""
-    shown = os.dup(2)
+    shown, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+        os.dup2(nowhere, 2)
         yield
     finally:
         os.dup2(shown, 2)
         os.close(shown)
+        os.close(nowhere)
 
 
 class Verb(NamedTuple):
@@ -239,12 +239,17 @@ def _have_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
+def _quiet_tensorflow() -> None:
+    """Has TensorFlow, if it is imported, tell nothing of itself on stderr."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if not any(isinstance(finder, _QuietImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _QuietImport())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow tells of itself on stderr, from C
-    if not any(isinstance(finder, _QuietImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _QuietImport())
+    _quiet_tensorflow()
     if instruction := os.environ.get(COMPLETE):
         from click.shell_completion import shell_complete
 

@@ -633,3 +633,14 @@ def test_what_is_written_into_a_proven_file_is_read_again_too(
         container.write(Encoded({"model": {"a": LARGE}}, 1), stage)
         stage.commit(container.open)
     alone(tmp_path)
+
+
+def test_a_link_in_the_place_of_a_temporary_folder_loses_nothing_behind_it(tmp_path: Path) -> None:
+    """Seen red: all that lay in the folder behind the link was removed."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("mine")
+    with durable.beside(tmp_path / "target") as folder:
+        folder.rename(tmp_path / "moved")
+        folder.symlink_to(precious)
+    assert (precious / "thesis.txt").read_text() == "mine"

@@ -23,6 +23,7 @@ from statekit.dropin.matching import require_resumable
 from statekit.errors import InexactError, UnknownRuleError, UsageError
 from statekit.state.evidence import Fact, beyond, fits_several, headline, taken_for, weakest
 from statekit.state.facts import facts_of, with_optimizer
+from statekit.state.schedules.call_text import parse_call
 from statekit.state.schema import is_native
 from statekit.state.train_state import TrainState
 from statekit.testing.layouts import made_state
@@ -177,8 +178,8 @@ def test_a_target_that_leaves_facts_open_asks_for_nothing(tmp_path: Path) -> Non
 
 def test_a_rate_that_a_schedule_gives_is_not_unknown(tmp_path: Path) -> None:
     """Seen red: the headline called it unknown, and the next line named it."""
-    told = CheckpointRef(schedule="optax.cosine_decay_schedule(0.1, 30)")
-    planned = plan(of_optax_file(tmp_path), tmp_path / "x.pt", hints=told)
+    ref = CheckpointRef(schedule=parse_call("optax.cosine_decay_schedule(0.1, 30)"))
+    planned = plan(of_optax_file(tmp_path), tmp_path / "x.pt", hints=ref)
     assert "unknown" not in planned.headline and "weight_decay_rate=0.0001" in planned.headline
 
 

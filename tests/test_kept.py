@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from goldens import GOLDEN
+from statekit.cli.main import main
 from statekit.conversion import registry
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
@@ -248,3 +250,39 @@ def test_a_kept_file_that_would_run_code_is_not_written(tmp_path: Path) -> None:
 def test_hints_and_a_checkpoint_without_a_manifest_are_as_before() -> None:
     with open_state(TRAINER, hints=Hints()) as opened:
         assert opened.checkpoint.manifest is None and "torch" in opened.state.extra
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "groups is nothing": lambda state: {**state, "groups": None},
+    "groups is a number": lambda state: {**state, "groups": 1},
+    "groups holds lists": lambda state: {**state, "groups": [[]]},
+    "facts hold numbers": lambda state: {**state, "groups": [{**state["groups"][0], "facts": [1]}]},
+    "an option that nobody knows": lambda state: {
+        **state,
+        "groups": [
+            {**group, "hyperparameters": {**group["hyperparameters"], "a/b": 1}} for group in state["groups"]
+        ],
+    },
+    "extra is a word": lambda state: {**state, "extra": {"torch": "x"}},
+}
+"""What a manifest's state may be forged to, with every digest right."""
+
+
+@pytest.mark.parametrize("to", ["statekit", "orbax", "hf-trainer"])
+@pytest.mark.parametrize("case", FORGED)
+def test_a_state_of_another_form_in_a_manifest_is_refused_or_read(
+    case: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: "statekit itself has failed"."""
+    source = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
+    assert main(["convert", str(source), str(tmp_path / "t"), "--to", to]) == 0
+    place = next((tmp_path / "t").rglob("statekit.json"))
+    document = json.loads(place.read_text())
+    document["state"] = FORGED[case](document["state"])
+    document["source"].pop("container")
+    del document["digest"]
+    place.write_text(to_text(sealed(document)))
+    capsys.readouterr()
+    for line in (["inspect"], ["convert", str(tmp_path / "u"), "--to", "statekit"], ["resume"], ["doctor"]):
+        assert main([line[0], str(tmp_path / "t"), *line[1:]]) in (0, 1, 3)
+        assert "statekit itself has failed" not in capsys.readouterr().err

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.errors import InexactError, StateError
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.evidence import SCALED, TAKEN, Fact
 from statekit.state.train_state import Group, Kind, KnownFrom, RuleRecord, StateRecord, TrainState
@@ -130,6 +130,11 @@ def manifest_state(checkpoint: Checkpoint, *schemas: str) -> ManifestRecord | No
         return None
     subject = "The manifest's record of the state is incomplete"
     state = typed(record, StateRecord, checkpoint.path, subject, StateError)
+    Faults(
+        ("has a value, and nothing says where it is known from", f"groups/{i}/hyperparameters/{name}")
+        for i, g in enumerate(state["groups"])
+        for name in g["hyperparameters"].keys() - g["known_from"].keys()
+    ).check(StateError, subject, place=checkpoint.path)
     groups = tuple(
         OptimizerSpec(
             tuple(g["paths"]),

@@ -15,7 +15,7 @@ from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Container
 from statekit.conversion.target import source_container
-from statekit.errors import StatekitError, UnknownFormatError, printable
+from statekit.errors import BudgetError, StatekitError, UnknownFormatError, printable
 from statekit.files.checkpoint import STEPS, Checkpoint
 from statekit.files.source import listing
 from statekit.files.tree import Place
@@ -123,17 +123,21 @@ def checkpoints_at(ref: CheckpointRef) -> Iterator[CheckpointAt]:
     if ref.step is not None:
         yield _at(home, ref, path, ref.step)
         return
+    yield from _steps(home, ref, path)
+
+
+def _steps(home: Container, ref: CheckpointRef, path: Place) -> list[CheckpointAt]:
+    """Returns each step of a run's folder, or the path itself; nothing of what was opened is held any more."""
     try:
         with _at(home, ref, path).opened() as newest:
             steps = [number for number in newest.meta.get(STEPS) or () if type(number) is int]
+    except BudgetError:  # once more would take as much again
+        raise
     except StatekitError:  # the newest is damaged, and says itself why; the others are found by their names
-        yield from _numbered(home, ref, path)
-        return
-    yield from (
-        [_at(home, ref, path, number) for number in sorted(steps)]
-        if len(steps) > 1
-        else [_at(home, ref, path)]
-    )
+        return _numbered(home, ref, path)
+    if len(steps) < 2:
+        return [_at(home, ref, path)]
+    return [_at(home, ref, path, number) for number in sorted(steps)]
 
 
 def _numbered(home: Container, ref: CheckpointRef, path: Place) -> list[CheckpointAt]:

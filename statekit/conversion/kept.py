@@ -11,11 +11,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from statekit.state.evidence import BATCH, ORDER, SCALED, Fact
+from statekit.state.evidence import BATCH, ORDER, SCALED, Fact, FactRecord
 from statekit.state.train_state import Group, GroupRecord, TrainState
 from statekit.tensors.tensor import Tensor, dtype_named, in_memory, nbytes
 from statekit.tensors.tree import Tree, from_json, leaf_names, tensor_names, to_json, walk
@@ -153,6 +153,12 @@ def with_kept(state: TrainState, manifest: Mapping[str, Any], place: object) -> 
     return replace(state, extra=_joined(_from_field(record, place), dict(state.extra)))
 
 
+class _WithFacts(TypedDict):
+    """A group's record, as far as all are looked at."""
+
+    facts: NotRequired[list[FactRecord]]
+
+
 def with_scales(state: TrainState, manifest: Mapping[str, Any], place: object) -> TrainState:
     """Returns a state that knows again which groups' parameters a map scaled, and how numbers were taken for names.
 
@@ -162,11 +168,12 @@ def with_scales(state: TrainState, manifest: Mapping[str, Any], place: object) -
         FormatError: The manifest's groups aren't records of groups.
     """
     record = manifest.get("state")
-    entries = record.get("groups", ()) if isinstance(record, Mapping) else ()
+    groups_written = record.get("groups", []) if isinstance(record, Mapping) else []
+    entries = typed(groups_written, list[_WithFacts], place, _NO_PART)
     written = [
         typed(from_json(entry, place=place), GroupRecord, place, _NO_PART)
         for entry in entries
-        if any(fact.get("name") in _FOLLOWING for fact in entry.get("facts", ()))
+        if any(fact["name"] in _FOLLOWING for fact in entry.get("facts", ()))
     ]
     records = {frozenset(group["paths"]): group for group in written}
     groups = (

@@ -70,7 +70,7 @@ from statekit.state.run import BESIDE, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import Counts, StepOffset, TrainState
-from statekit.tensors.tree import going_over
+from statekit.tensors.tree import at, going_over
 
 if TYPE_CHECKING:  # entered only where something is asked for
     from statekit.conversion.belonging import open_parts
@@ -479,12 +479,9 @@ def _options(
 
 def _made_by_map(state: TrainState) -> dict[str, Any]:
     """Returns the class of a model that an earlier map made, as its files name it; nothing without one."""
-    files = (state.extra.get(BESIDE) or {}).get(PRETRAINED)
-    config = files.get("config.json") if isinstance(files, Mapping) else None
-    names = config.get("architectures") if isinstance(config, Mapping) else None
-    return (
-        {"model_class": names[0]} if isinstance(names, list) and names and isinstance(names[0], str) else {}
-    )
+    names = at(state.extra, (BESIDE, PRETRAINED, "config.json", "architectures"))
+    is_named = isinstance(names, list) and bool(names) and isinstance(names[0], str)
+    return {"model_class": names[0]} if is_named else {}
 
 
 def _offset(state: TrainState, asked: StepOffset) -> int | None:

@@ -87,7 +87,7 @@ def of_checkpoint(opened: OpenState) -> SavedRun:
         folder,
         tuple(checkpoint.meta.get("items", ())),
         tuple(checkpoint.meta.get(VARIABLES, ())),
-        manifest["source"]["container"] if converted and manifest else None,
+        manifest["source"].get("container") if converted and manifest else None,
         manifest["options"] if converted and manifest else {},
         ref=opened.ref,
         version=checkpoint.meta.get("keras_version"),

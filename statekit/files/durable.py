@@ -380,15 +380,28 @@ def make_temporary(parent: Path) -> Path:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Removes a temporary folder as far as it may, its owner's record last: what a power cut brings back is swept."""
-    with suppress(OSError):
-        for entry in folder.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name != OWNER_FILE:
-                entry.unlink()
-        sync_folder(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Removes a temporary folder as far as it may, its owner's record last: what a power cut brings back is swept.
+
+    A link in its place leads to what is somebody else's, and stays.
+    """
+    with suppress(OSError), _opened_folder(folder) as opened:
+        for name in os.listdir(opened):
+            if stat.S_ISDIR(os.lstat(name, dir_fd=opened).st_mode):
+                shutil.rmtree(name, ignore_errors=True, dir_fd=opened)
+            elif name != OWNER_FILE:
+                os.unlink(name, dir_fd=opened)
+        sync(opened)
+    shutil.rmtree(folder, ignore_errors=True)  # which follows no link either
+
+
+@contextmanager
+def _opened_folder(folder: Path) -> Iterator[int]:
+    """Opens a folder itself, and no link in its place."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
 
 
 def sweep(parent: Path) -> list[Path]:
