@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from descriptions import described, open_recording
 from goldens import COMPACT, GOLDEN
 from statekit.cli.main import main as statekit
+from statekit.verify.recording import open_recording
 
 BACKENDS = ("numpy", "torch", "jax", "tensorflow")
 TARGET = Path(__file__).parents[1] / "docs" / "accuracy.md"
@@ -125,7 +125,7 @@ def replayed(folders: Sequence[Path], backends: Sequence[str]) -> dict[str, Any]
                 "--start",
                 "init",
                 *(f"--backend={name}" for name in backends),
-                *map(str, map(described, folders)),
+                *map(str, folders),
             ]
         )
     data: dict[str, Any] = json.loads(said.getvalue())

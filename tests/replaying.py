@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from descriptions import open_recording
 from goldens import GOLDEN
 from statekit.arrays.backend import Backend
 from statekit.errors import StatekitError
@@ -21,7 +20,7 @@ from statekit.optim.adafactor import ParamConfig
 from statekit.optim.steps import Scene
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, TrainState
-from statekit.verify.recording import Recording, from_json, to_json
+from statekit.verify.recording import Recording, from_json, open_recording, to_json
 from statekit.verify.replay import Replay, Subject, replay
 
 BACKENDS = ("numpy", "torch", "jax", "tensorflow")

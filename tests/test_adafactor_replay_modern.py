@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from descriptions import open_recording, optax
 from goldens import GOLDEN, bundles
 from replaying import everywhere, judged, marks, mistaken, outside, present, shortened, swapped
 from statekit.arrays.backend import backend
@@ -22,7 +21,7 @@ from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import DTYPES, Array, Tensor, in_memory
 from statekit.verify.contract import Phase
 from statekit.verify.recorder import Recorder
-from statekit.verify.recording import Recording, from_json, system, to_json
+from statekit.verify.recording import Recording, from_json, open_recording, system, to_json
 from statekit.verify.systems.native_slots import canonical_slots
 
 SYSTEMS = ("hf_adafactor", "torch_adafactor", "torch_formats", "optax_adafactor", "keras")
@@ -268,7 +267,7 @@ def test_another_floor_of_the_parameter_scale_is_refused(tmp_path: Path) -> None
         "hyperparameters": links,
     }
     with pytest.raises(NotFoundError, match="another floor"):
-        optax.describe(tmp_path, meta)
+        system("optax_adafactor").describe(tmp_path, meta)
 
 
 @pytest.mark.torch

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from descriptions import open_recording, t2t
-from descriptions.tensorflow1 import adafactor_arguments
 from goldens import GOLDEN, bundles
 from replaying import everywhere, judged, mistaken, outside, present, shortened, swapped
 from statekit.arrays.backend import backend
@@ -23,8 +21,10 @@ from statekit.optim.adafactor_forms import Setting, noise
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import DTYPES
-from statekit.verify.recording import from_json, to_json
+from statekit.verify.recording import from_json, open_recording, to_json
 from statekit.verify.replay import Subject, free_run
+from statekit.verify.systems import t2t
+from statekit.verify.systems.tensorflow1 import adafactor_arguments
 
 ALL = [f"t2t/{path.name}" for path in bundles("t2t")] + [
     f"mesh_tf/{path.name}" for path in bundles("mesh_tf") if path.name.startswith("adafactor")

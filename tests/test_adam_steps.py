@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from descriptions import open_recording
 from replaying import everywhere, judged, marks
 from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
 from statekit.errors import StateError, UnknownRuleError
@@ -23,6 +22,7 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import DTYPES, Array, in_memory
 from statekit.verify.recorder import Recorder
+from statekit.verify.recording import open_recording
 
 SHAPES: dict[str, tuple[int, ...]] = {"dense/kernel": (3, 4), "dense/bias": (4,), "gate": (), "none": (0, 2)}
 Arrays = dict[str, Array]

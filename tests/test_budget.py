@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 from zarr_files import write_array
 
 import statekit
-from descriptions import described
 from goldens import GOLDEN, bundles
 from statekit.budget import DEFAULT, Account, Budget, Limits, collecting_rarely
 from statekit.cli import main
@@ -257,7 +256,7 @@ def test_files_that_options_name_draw_on_the_jobs_budget(
 def test_other_verbs_read_the_files_of_options_within_the_budget(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recording = described(bundles("t5x")[0])
+    recording = bundles("t5x")[0]
     checkpoint, file = f"{recording / 'checkpoint'}", tmp_path / "said.json"
     file.write_text(f"{{}}{' ' * 2**23}")
     words = [f"{recording}", "--hparams"] if verb == "replay" else [checkpoint, checkpoint, "--map"]
@@ -267,7 +266,7 @@ def test_other_verbs_read_the_files_of_options_within_the_budget(
 
 
 def test_replaying_takes_a_budget() -> None:
-    recording = described(bundles("t5x")[0])
+    recording = bundles("t5x")[0]
     with pytest.raises(BudgetError):
         statekit.replay(recording, budget=10)
     assert statekit.replay(recording, budget=2**30).passed

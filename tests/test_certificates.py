@@ -13,7 +13,6 @@ import pytest
 from certificates import BEGIN, END, FOLDER, PAGE, RECIPES, ROOT, Recipe, made, table
 from telling import once_asked
 
-from descriptions import open_recording
 from goldens import COMPACT
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Hints
@@ -21,6 +20,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.plan import Plan
 from statekit.errors import StatekitError, UnknownRuleError
 from statekit.verify.certificate import read_certificate
+from statekit.verify.recording import open_recording
 from statekit.verify.repetition import differences
 from statekit.verify.verification import verify
 

@@ -18,7 +18,6 @@ import torch
 
 import statekit
 import statekit.torch
-from descriptions import described
 from goldens import COMPACT
 from statekit.cli.arguments import checkpoint_options, ref_options, sides_options
 from statekit.cli.main import main
@@ -84,7 +83,7 @@ VERBS = {
     "seal": "{path}", "verify": "{path} {other}",
 }  # fmt: skip
 """Verb -> its arguments, of which `{path}` is the checkpoint."""
-BUNDLE = described(COMPACT / "t5x" / "momentum_f32")
+BUNDLE = COMPACT / "t5x" / "momentum_f32"
 
 
 def words_of(verb: str, folder: Path) -> tuple[CheckpointRef, list[str]]:

@@ -13,7 +13,6 @@ import click
 import numpy as np
 import pytest
 
-from descriptions import described
 from fakes import Fake
 from goldens import GOLDEN
 from statekit.cli import inspect_command, main
@@ -237,7 +236,7 @@ def test_the_shell_completes(line: str, position: int, expected: set[str]) -> No
     ("words", "named"),
     [
         (["schemas", "adafactor", "--json", "--variant", "t5x"], "--variant"),
-        (["replay", str(described(RUN.parent)), "--start", "init", "--checkpoint", str(RUN)], "--checkpoint"),
+        (["replay", str(RUN.parent), "--start", "init", "--checkpoint", str(RUN)], "--checkpoint"),
         (["convert", str(RUN), "never.pt", "--params-only", "--step-offset", "reset"], "--step-offset"),
         (["convert", str(RUN), "never.pt", "--map", ""], "--map"),
         (["convert", str(RUN), "never.pt", "--layout", ""], "--layout"),

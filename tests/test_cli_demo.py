@@ -10,14 +10,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from descriptions import described
 from goldens import bundles
 from statekit.cli.demo.loss_plot import Curve, Panel, picture
 from statekit.cli.main import DONE, FAILED, WANTING, main
 from statekit.torch import Adafactor
 
 pytestmark = pytest.mark.torch
-CASES = {path.name: described(path) for path in bundles("t5x")}
+CASES = {path.name: path for path in bundles("t5x")}
 
 
 def demo(tmp_path: Path, case: str | None) -> int:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import statekit
-from descriptions import described
 from fakes import Fake
 from goldens import GOLDEN
 from statekit.cli.main import main
@@ -28,7 +27,7 @@ NAMES = {
     "lone surrogate": "w\udc80",
     "tab and backspace": "w\t\x08\x08x",
 }
-RUN = described(GOLDEN / "t5x" / "momentum_f32")
+RUN = GOLDEN / "t5x" / "momentum_f32"
 
 
 def raw(text: str, allowed: str = "\n") -> set[str]:
@@ -138,8 +137,7 @@ def test_replay_of_a_recording_that_bears_it(
     folder.mkdir()
     for file in ("grads.safetensors", "trajectory.safetensors"):
         (folder / file).symlink_to((RUN / file).resolve())
-    described_run = json.loads((RUN / "recording.json").read_text())
-    (folder / "recording.json").write_text(json.dumps({**described_run, "system": name, "case": name}))
+    (folder / "meta.json").write_text(json.dumps({"system": name, "case": name}))
     for options in ([], ["--json"]):
         assert main(["replay", str(folder), *options]) != 0
         check(name, capsys.readouterr(), bool(options))

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from descriptions import described
 from goldens import GOLDEN
 from statekit.cli import output
 from statekit.cli.main import DONE, main
 from statekit.cli.output import Screen, Styled, Table, folded_error, folds
 
-RUN = described(GOLDEN / "t5x" / "momentum_f32")
+RUN = GOLDEN / "t5x" / "momentum_f32"
 WORDS = re.compile(r"[A-Za-z_]\w*")
 COMMANDS = [
     ["inspect", str(RUN / "checkpoint")],

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from dcp_files import DCP, MEGATRON, bundle, bytes_of, folder, plain, save, torch_read
 
-from descriptions import open_recording
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
 from statekit.budget import Account, Budget, Limits
@@ -36,6 +35,7 @@ from statekit.files.checksums import ZIP, of_tensor
 from statekit.state.train_state import TrainState
 from statekit.tensors.boxes import Box, tiling_fault
 from statekit.tensors.tensor import BLOCK_BYTES, Filled, chunks, in_memory, same_values
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
 LAYOUTS = {"adamw_dcp_single_flattened": "torch-fqn-flat", MEGATRON: "megatron"}

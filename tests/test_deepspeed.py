@@ -18,7 +18,6 @@ from torch_files import torch_zip
 from torch_models import blank_model
 
 import statekit.torch
-from descriptions import open_recording
 from formats import values
 from goldens import bundles
 from replaying import BACKENDS, COMPILING, marks
@@ -40,6 +39,7 @@ from statekit.optim.run import load, mover, store
 from statekit.state.stored_params import MASTER, Proven, as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 from statekit.verify.start_state import native_state
 

@@ -13,7 +13,6 @@ import pytest
 from test_optax_layout import PARAMS, adam, factored
 from test_orbax_restored import chains, exact, flat
 
-from descriptions import open_recording
 from formats import check_conformance, damaged_copies, read_all, values
 from goldens import GOLDEN, bundles
 from replaying import BACKENDS, marks
@@ -28,6 +27,7 @@ from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitEr
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import nested
 from statekit.testing.container_trials import open_proven
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import statekit
-from descriptions import described
 from fakes import Fake
 from goldens import GOLDEN
 from statekit.errors import NotFoundError, UsageError
@@ -112,7 +111,7 @@ def test_results_are_short_in_a_prompt(tmp_path: Path) -> None:
         (planned, "22 tensors, bitwise"),
         (report, "22 tensors verified"),
         (statekit.inspect(RUN), "6 parameters"),
-        (statekit.replay(described(RUN.parent)), "updates 5 to 8: passed"),
+        (statekit.replay(RUN.parent), "updates 5 to 8: passed"),
     ):
         assert words in repr(result)
         assert len(repr(result)) < 200 + 2 * len(str(RUN)) + len(str(tmp_path))

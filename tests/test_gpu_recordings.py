@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from descriptions import open_recording
 from statekit.arrays.backend import backend
 from statekit.errors import NotFoundError
 from statekit.state.constants import execution, executions, of_torch, of_xla, variant_constants
 from statekit.verify.natives import CLASSES
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Subject, replay
 
 RECORDINGS = Path(__file__).parent / "cases" / "gpu_recordings"

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from torch_files import save, torch_zip
 
-from descriptions import open_recording
 from goldens import GOLDEN, bundles
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
@@ -38,7 +37,7 @@ from statekit.errors import (
 )
 from statekit.files.safetensors import save_safetensors
 from statekit.tensors.tensor import in_memory, same_values
-from statekit.verify.recording import Recording
+from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay
 from statekit.verify.start_state import native_state
 

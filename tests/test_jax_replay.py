@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import optax
 
 import statekit.jax as sj
-from descriptions import open_recording
 from goldens import GOLDEN
 from replaying import present
 from statekit.arrays.backend import Backend, backend
@@ -31,6 +30,7 @@ from statekit.jax.transformation import built, slots_of, state_of
 from statekit.optim.run import Live, Move
 from statekit.optim.steps import Execution
 from statekit.state.train_state import TrainState
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
 QUICK = present(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from descriptions import open_recording
 from goldens import GOLDEN, bundles
 from replaying import everywhere, judged, mistaken, outside, present, shortened
 from statekit.arrays.backend import backend
@@ -16,7 +15,7 @@ from statekit.arrays.numpy_backend import ORACLE
 from statekit.optim import lans
 from statekit.state.schema import load_schema
 from statekit.verify.recorder import write_trajectory
-from statekit.verify.recording import from_json, to_json
+from statekit.verify.recording import from_json, open_recording, to_json
 from statekit.verify.replay import Subject, free_run
 
 ALL = [f"mxnet_lans/{path.name}" for path in bundles("mxnet_lans")]

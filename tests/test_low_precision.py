@@ -12,7 +12,6 @@ import pytest
 from living.judging import faults
 from living.originals import RUNS, Case
 
-from descriptions import open_recording
 from goldens import COMPACT
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
@@ -23,6 +22,7 @@ from statekit.optim import adafactor_forms, adam_family
 from statekit.optim.run import initial, load, mover
 from statekit.tensors.tensor import DTYPES, Shape, in_memory
 from statekit.testing.layouts import made_state
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
 PARAMS: Mapping[str, Shape] = {"a/kernel": (6, 8), "b": (8,), "s": ()}

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 
 import statekit
 import statekit.errors
-from descriptions import open_recording
 from statekit.arrays.backend import backend
 from statekit.cli.main import main
 from statekit.conversion.open_state import open_state
@@ -25,6 +24,7 @@ from statekit.converters.layouts.keras import muon as keras_muon
 from statekit.state.exactness import Exactness
 from statekit.state.schema import load_schema
 from statekit.testing.step_cases import case
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Subject, replay
 
 RECORDINGS = Path(__file__).parent / "cases" / "muon_recordings"

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file
 from test_muon import RECORDINGS, checkpoint_of
 
 import statekit
-from descriptions import open_recording
 from statekit.attestation.doctor import doctor
 from statekit.attestation.implied_updates import moved_otherwise
 from statekit.conversion.open_state import open_state
 from statekit.errors import UnknownRuleError
 from statekit.optim.newton_schulz import WITHIN
+from statekit.verify.recording import open_recording
 
 LIMIT = WITHIN["bfloat16"]
 """How far an update may be from the original's, of its largest entry (docs/bounds.md)."""

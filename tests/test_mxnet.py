@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from mxnet_files import array_list, attributes, states
 
-from descriptions import open_recording
 from goldens import COMPACT, GOLDEN, bundles
 from replaying import BACKENDS, everywhere, marks, present
 from statekit.arrays.backend import backend
@@ -43,6 +42,7 @@ from statekit.optim.run import load, store
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Array, in_memory, same_values
 from statekit.tensors.tree import Record, to_json
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
 ALL = [f"mxnet_lans/{path.name}" for path in bundles("mxnet_lans")]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from test_orbax_read import IDS, RECORDED
 
-from descriptions import open_recording
 from formats import plain_state, values
 from statekit.conversion.changing.changed import changed
 from statekit.conversion.changing.changes import Changes
@@ -28,6 +27,7 @@ from statekit.maps.model_map import maps_of
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree, tensor_names, to_json
+from statekit.verify.recording import open_recording
 
 
 def checkpoint(tree: Tree, **facts: Any) -> Checkpoint:

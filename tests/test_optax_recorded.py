@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from descriptions import open_recording
 from statekit.arrays.backend import backend
 from statekit.errors import UnknownRuleError
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
 pytestmark = pytest.mark.jax

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from test_orbax_read import RECORDED
 
-from descriptions import open_recording
 from goldens import GOLDEN
 from replaying import everywhere
 from statekit.arrays.backend import backend
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
 CASES = [bundle.name for bundle, _ in RECORDED]

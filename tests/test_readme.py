@@ -12,7 +12,6 @@ from pathlib import Path
 import click
 import pytest
 
-from descriptions import described
 from goldens import GOLDEN
 from statekit.cli import output
 from statekit.cli.arguments import Page
@@ -145,7 +144,7 @@ def test_every_command_and_every_line_of_python_of_its_pages_runs(
 
     case = GOLDEN / "t5x" / "momentum_f32"
     shutil.copytree(case / "checkpoint" / "checkpoint_4", tmp_path / "t5x-ckpt" / "checkpoint_4")
-    shutil.copytree(described(case), tmp_path / "tests" / "golden" / "t5x" / "momentum_f32")
+    shutil.copytree(case, tmp_path / "tests" / "golden" / "t5x" / "momentum_f32")
     monkeypatch.chdir(tmp_path)
     assert len(BLOCKS) >= 5
     for language, text in BLOCKS:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import statekit
-from descriptions import described, open_recording
 from goldens import COMPACT, GOLDEN, bundles
 from replaying import marks
 from statekit.arrays.backend import Backend, backend
@@ -22,7 +21,7 @@ from statekit.files.safetensors import open_safetensors
 from statekit.state.evidence import Fact
 from statekit.state.train_state import Optimizer, TrainState
 from statekit.verify.recorder import Recorder
-from statekit.verify.recording import Recording, from_json, to_json
+from statekit.verify.recording import Recording, from_json, open_recording, to_json
 from statekit.verify.replay import Start, Subject, replay
 
 T5X = [pytest.param(path, id=path.name) for path in bundles("t5x")]
@@ -217,7 +216,7 @@ def test_what_is_of_no_parameter_is_not_recorded_without_a_word(tmp_path: Path) 
 
 
 def test_a_replay_starts_from_a_ref_with_what_it_says_of_its_checkpoint(tmp_path: Path) -> None:
-    recording = described(GOLDEN / "t5x" / "momentum_f32")
+    recording = GOLDEN / "t5x" / "momentum_f32"
     names = tmp_path / "named"
     statekit.convert(recording / "checkpoint", names, to="orbax", layout="optax", hparams={"beta1": 0.9})
     assert statekit.replay(recording, checkpoint=CheckpointRef(names, layout="optax")).passed

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from descriptions import open_recording
 from goldens import GOLDEN
 from statekit.arrays.backend import backend
 from statekit.conversion.open_state import open_state
@@ -20,6 +19,7 @@ from statekit.conversion.registry import container, layout
 from statekit.files.stage import staged
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Tensor
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
 
 BACKENDS = ["numpy", pytest.param("torch", marks=pytest.mark.torch)]

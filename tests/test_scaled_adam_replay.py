@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from descriptions import open_recording
 from goldens import GOLDEN, bundles
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import Backend, backend
@@ -23,7 +22,7 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.recorder import write_trajectory
-from statekit.verify.recording import Recording, from_json, system, to_json
+from statekit.verify.recording import Recording, from_json, open_recording, system, to_json
 from statekit.verify.replay import Subject, free_run, replay
 
 ALL = [pytest.param(path, id=path.name) for path in bundles("scaled_adam")]

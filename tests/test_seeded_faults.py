@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from descriptions import open_recording
 from goldens import GOLDEN
 from replaying import BACKENDS, COMPILING, marks, present
 from statekit.arrays.backend import Backend, backend
@@ -29,7 +28,7 @@ from statekit.state.constants import variant_constants
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.steps import tensors
-from statekit.verify.recording import Rate
+from statekit.verify.recording import Rate, open_recording
 from statekit.verify.stepping import named
 from statekit.verify.verdict import compare
 

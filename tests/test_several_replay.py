@@ -12,13 +12,13 @@ import pytest
 import several_driving
 import test_optimizers_side_by_side as side_by_side
 
-from descriptions import description, open_recording
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
 from statekit.errors import FormatError, UnknownRuleError
 from statekit.tensors.tensor import Array
 from statekit.verify.contract import DESCRIPTION, GRADS, TRAJECTORY
 from statekit.verify.recorder import Recorder, Spool, write_trajectory
+from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Subject, free_run, replay
 
 EVERYWHERE = [pytest.param(name, marks=marks(name)) for name in BACKENDS]
@@ -251,5 +251,4 @@ def test_the_form_of_torchs_own_description_says_it_by_group(of_torch: Path, tmp
     for group, one in zip(groups, spec["groups"], strict=True):
         group["optimizer"] = classes[one["schema"]]
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    (tmp_path / DESCRIPTION).write_text(json.dumps(description(tmp_path)))
     holds(replayed(tmp_path, "numpy", "init"), "init")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch_models import blank_model, set_grads
 
-from descriptions import open_recording
 from formats import small_state, values
 from goldens import GOLDEN, bundles
 from statekit.conversion.contracts import Hints
@@ -25,7 +24,7 @@ from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Record
 from statekit.torch import load_optimizer, load_params
-from statekit.verify.recording import Recording
+from statekit.verify.recording import Recording, open_recording
 
 T5X = [pytest.param(path, id=path.name) for path in bundles("t5x")]
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from descriptions import open_recording
 from goldens import GOLDEN
 from replaying import present, stepped
 from statekit.errors import StateError, UnknownRuleError, UsageError
 from statekit.state.options import offered
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory
+from statekit.verify.recording import open_recording
 
 pytestmark = [
     pytest.mark.tensorflow,

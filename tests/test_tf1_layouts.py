@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from tf_files import save
 
-from descriptions import open_recording
 from formats import plain_state
 from goldens import bundles
 from statekit.arrays.backend import backend
@@ -33,7 +32,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor, in_memory, same_values
 from statekit.tensors.tree import tensor_names
-from statekit.verify.recording import Recording
+from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay
 
 BUNDLES = [*bundles("t2t"), *bundles("mesh_tf")]

@@ -12,7 +12,6 @@ import torch
 from torch_driving import RECORDED, Run, Tensors, differing, read, recorded_state, resume
 from torch_models import blank_model
 
-from descriptions import open_recording
 from formats import save
 from goldens import COMPACT, GOLDEN
 from replaying import present
@@ -25,6 +24,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, TrainState
 from statekit.torch import load_optimizer, load_params
+from statekit.verify.recording import open_recording
 
 pytestmark = pytest.mark.torch
 

@@ -12,7 +12,6 @@ import pytest
 from samples import state_writer
 from torch_files import save
 
-from descriptions import open_recording
 from goldens import bundles
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
@@ -34,7 +33,7 @@ from statekit.tensors.tensor import Array, Tensor, in_memory, same_values
 from statekit.tensors.tree import walk
 from statekit.tensors.views import Slice, Squeezed, Stack
 from statekit.testing.layouts import made_state
-from statekit.verify.recording import Recording
+from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay
 from statekit.verify.start_state import native_state
 

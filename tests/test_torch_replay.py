@@ -16,10 +16,9 @@ from torch_driving import (
     verdict,
 )
 
-from descriptions import open_recording
 from goldens import COMPACT, GOLDEN
 from replaying import first_state
-from statekit.verify.recording import Recording
+from statekit.verify.recording import Recording, open_recording
 
 pytestmark = pytest.mark.torch
 

@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch_models import blank_model, module_of, set_grads
 
-from descriptions import open_recording
 from formats import save, small_state
 from goldens import GOLDEN, bundles
 from statekit.arrays.backend import backend
@@ -35,7 +34,7 @@ from statekit.files.safetensors import open_safetensors
 from statekit.state.train_state import Axis, Optimizer, TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.torch import Adafactor, load_optimizer, load_params
-from statekit.verify.recording import Recording
+from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, free_run
 
 pytestmark = pytest.mark.torch

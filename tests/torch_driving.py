@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from descriptions import open_recording
 from goldens import GOLDEN
 from replaying import first_state, present, stepped
 from statekit.arrays.backend import backend
@@ -24,7 +23,7 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array
 from statekit.torch.from_checkpoint import OPTIMIZERS
-from statekit.verify.recording import Recording, Trajectory
+from statekit.verify.recording import Recording, Trajectory, open_recording
 from statekit.verify.replay import Subject, free_run
 from statekit.verify.stepping import named
 from statekit.verify.verdict import Row, compare

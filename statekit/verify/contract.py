@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from statekit.state.train_state import TrainState
@@ -14,7 +15,10 @@ GRADS, TRAJECTORY, DESCRIPTION = "grads.safetensors", "trajectory.safetensors", 
 
 
 class System(Protocol):
-    """How one system's recordings are read. A module of `statekit.verify.systems` each."""
+    """How one system's recordings are read. One small module each, in `statekit.verify.systems`."""
+
+    def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of `recording.json` for a folder that has the system's own `meta.json`."""
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step; names are those of the trajectory without the step."""

@@ -6,13 +6,16 @@ A recording is a folder:
     grads.safetensors           "{step}/{param}": the gradient of the update that takes state step-1 to state step
     trajectory.safetensors      "{step}/param/{param}", "{step}/slot/{param}/{slot}", "{step}/global/{path}"
     checkpoint/...              optional: what the original's own save code wrote
+
+Folders that hold a `meta.json` instead were recorded by one of the modules in `statekit.verify.systems`, which bring
+it into this form.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +33,8 @@ from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.contract import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System
 from statekit.verify.systems import SYSTEMS
 
+FOREIGN = "meta.json"
+"""The description that recorders of a system write."""
 T = TypeVar("T")
 Rate: TypeAlias = float | tuple[float, ...] | None
 """The learning rate of one update: a number, or one for each parameter group; None where the optimizer has its own."""
@@ -185,8 +190,14 @@ class Recording(AbstractContextManager["Recording"]):
         tensors = self._below(file, self.number(step))
         if not tensors:
             raise FormatError("A recording lacks a state.", place=self.folder / file, found=f"step {step}")
-        with _understood(self.folder / DESCRIPTION):
+        with _understood(self._description):
             return system(self.system).decode(tensors, step, self.phase(update))
+
+    @property
+    def _description(self) -> Path:
+        """The file that describes it: ours, or its system's."""
+        described = self.folder / DESCRIPTION
+        return described if described.is_file() else self.folder / FOREIGN
 
     def rate(self, update: int) -> Rate:
         """Returns the learning rate of an update."""
@@ -226,15 +237,22 @@ def open_recording(folder: Path) -> Recording:
         NotFoundError: The folder isn't a recording that can be judged, or its system isn't known.
         FormatError: Its description breaks the form.
     """
-    missing = [name for name in (DESCRIPTION, GRADS, TRAJECTORY) if not (folder / name).is_file()]
-    if missing:
+    missing = [name for name in (GRADS, TRAJECTORY) if not (folder / name).is_file()]
+    described, foreign = folder / DESCRIPTION, folder / FOREIGN
+    if missing or not (described.is_file() or foreign.is_file()):
         raise NotFoundError(
             "The path isn't a recording.",
             place=folder,
-            expected=f"a folder with {DESCRIPTION}, {GRADS} and {TRAJECTORY}",
-            found=f"without {', '.join(missing)}",
+            expected=f"a folder with {DESCRIPTION} or meta.json, {GRADS} and {TRAJECTORY}",
+            found=f"without {', '.join(missing) or DESCRIPTION}",
         )
-    return from_json(folder, _json(folder / DESCRIPTION))
+    if described.is_file():
+        return from_json(folder, _json(described))
+    meta = _json(foreign)
+    _check_sequence(folder / TRAJECTORY)
+    with _understood(foreign):
+        description = system(str(meta.get("system"))).describe(folder, meta)
+    return from_json(folder, description)
 
 
 @contextmanager
@@ -258,6 +276,20 @@ def _understood(place: Path) -> Iterator[None]:
             place=place,
             found=f"{type(error).__name__}: {error}",
         ) from None
+
+
+def _check_sequence(path: Path) -> None:
+    with closing(open_safetensors(path)) as opened:
+        steps = sorted(
+            {int(step) for step in (n.partition("/")[0] for n in opened.tensors) if step.isdigit()}
+        )
+    if not steps or steps != list(range(steps[0], steps[-1] + 1)):
+        raise NotFoundError(
+            "No update can be judged without the states before and after it.",
+            place=path,
+            expected="states that follow one another",
+            found=f"states {', '.join(map(str, steps)) or 'none'}",
+        )
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -9,19 +9,24 @@ hold the state that was recorded (`statekit.verify.start_state`).
 """
 
 from statekit.verify.contract import System
-from statekit.verify.systems import muon, optax, scaled_adam, schema_named, t5x, torch_optim
+from statekit.verify.systems import hf, keras, mesh_tf, mxnet, t2t
+from statekit.verify.systems.muon import Muon
+from statekit.verify.systems.optax import Optax
+from statekit.verify.systems.scaled_adam import ScaledAdam
+from statekit.verify.systems.schema_named import Aliased
+from statekit.verify.systems.t5x import T5X
+from statekit.verify.systems.torch_optim import TorchOptim
 
 SYSTEMS: dict[str, System] = {
-    "hf_adafactor": schema_named,
-    "keras": schema_named,
-    "mesh_tf": schema_named,
-    "muon": muon,
-    "mxnet_lans": schema_named,
-    "optax_adafactor": optax,
-    "scaled_adam": scaled_adam,
-    "t2t": schema_named,
-    "t5x": t5x,
-    "torch_adafactor": torch_optim,
-    "torch_formats": torch_optim,
+    "hf_adafactor": Aliased(hf.describe),
+    "keras": Aliased(keras.describe),
+    "mesh_tf": Aliased(mesh_tf.describe),
+    "muon": Muon(),
+    "mxnet_lans": Aliased(mxnet.describe),
+    "optax_adafactor": Optax(),
+    "scaled_adam": ScaledAdam(),
+    "t2t": Aliased(t2t.describe),
+    "t5x": T5X(),
+    "torch_adafactor": TorchOptim(),
+    "torch_formats": TorchOptim(),
 }
-"""The module that reads the recordings of a system, by the name that `recording.json` gives it."""

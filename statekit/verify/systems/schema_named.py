@@ -11,12 +11,15 @@ A phase's hyperparameters then are, beside the system's own arguments in `groups
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import posixpath
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from statekit.errors import Faults, FormatError, StateError, UnknownRuleError
+from statekit.errors import Faults, FormatError, NotFoundError, StateError, UnknownRuleError
 from statekit.optim.run import initial
+from statekit.optim.steps import Execution
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
 from statekit.state.hyperparameters import alike
@@ -25,9 +28,79 @@ from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.stored_params import EIGHTH_POWER, ENCODING
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
-from statekit.verify.contract import Phase
+from statekit.verify.contract import FORMAT, TRAJECTORY, Phase
 from statekit.verify.systems import other_tensors
 from statekit.verify.systems.native_slots import canonical_slots, native_slots
+
+
+def kind(meta: Mapping[str, Any], kinds: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """Returns schema and variant of a recorded optimizer, by a word in its name.
+
+    Raises:
+        NotFoundError: No word of `kinds` is in it.
+        UnknownRuleError: Words of several optimizers are.
+    """
+    named = [names for word, names in kinds.items() if word in str(meta["optimizer"])]
+    several = Faults(
+        ("names it, and not what it moves", schema) for schema in dict.fromkeys(s for s, _ in named)
+    )
+    if len(several) > 1:
+        several.check(
+            UnknownRuleError,
+            "A recording is of several optimizers side by side",
+            place=meta["optimizer"],
+            remedy="say in every group of extra.param_groups which optimizer moves it (docs/recordings.md)",
+        )
+    if not named:
+        raise NotFoundError(
+            "statekit can't replay this system's optimizer yet.",
+            expected=", ".join(kinds),
+            found=meta["optimizer"],
+        )
+    return named[0]
+
+
+def checkpoint_of(files: Sequence[str]) -> str:
+    """Returns what is opened as a checkpoint: its only file, or the folder of its first."""
+    return files[0] if len(files) == 1 else posixpath.dirname(files[0])
+
+
+def described(
+    meta: Mapping[str, Any],
+    phases: Sequence[tuple[int, int, Mapping[str, Any]]],
+    checkpoint: str,
+    execution: Execution,
+    *,
+    first: int = 0,
+    own_rate: bool = False,
+    **trajectory: Any,
+) -> dict[str, Any]:
+    """Returns the content of `recording.json` for a system's `meta.json`, which counts updates from 1.
+
+    Args:
+        meta: The content of `meta.json`.
+        phases: First update, last update, hyperparameters.
+        checkpoint: The native checkpoint, relative to the folder.
+        execution: How the original ran.
+        first: Updates that the optimizer counts as done before the first one.
+        own_rate: Whether the optimizer computes its learning rate, so that what `meta.json` says is its result.
+        trajectory: What else there is to say of the trajectory, as `Trajectory` has it.
+    """
+    steps, rates = int(meta["steps"]), list(meta["learning_rate"])
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "system": meta["system"],
+        "steps": [first, first + steps],
+        "numbered_from": 0,
+        "phases": [
+            {"updates": [first + begin, first + end], "hyperparameters": dict(spec)}
+            for begin, end, spec in phases
+        ],
+        "learning_rate": [None] * steps if own_rate else rates,
+        "trajectories": [{"file": TRAJECTORY, "execution": execution, **trajectory}],
+        "checkpoint": {"path": checkpoint, "step": first + int(meta["checkpoint_step"])},
+    }
 
 
 def kinds_of(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -329,3 +402,26 @@ def _encode(state: TrainState, spec: Mapping[str, Any]) -> dict[str, Tensor]:
         slots |= {f"slot/{path}/{native[name]}": tensor for name, tensor in native_arrays}
     updates = state.counts.updates + _base(state.optimizer.groups)
     return named | slots | other_tensors.tensors(state, spec, updates)
+
+
+@dataclass(frozen=True)
+class Aliased:
+    """A system whose recordings hold slots under the schema's aliases.
+
+    Attributes:
+        description: Brings `meta.json` into the documented form, given the folder and its content.
+    """
+
+    description: Callable[[Path, Mapping[str, Any]], dict[str, Any]]
+
+    def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of `recording.json` for a folder that has the system's own `meta.json`."""
+        return self.description(folder, meta)
+
+    def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
+        """Returns the canonical state of one step."""
+        return decode(tensors, step, phase)
+
+    def encode(self, state: TrainState, phase: Phase) -> dict[str, Tensor]:
+        """Returns the tensors of a state under the trajectory's names, without the step."""
+        return encode(state, phase)

@@ -1,4 +1,4 @@
-"""Descriptions of Hugging Face's Adafactor, alone or under Trainer; slots born in the first update.
+"""Recordings of Hugging Face's Adafactor, alone or under Trainer; slots born in the first update.
 
 What counts in `meta.json`: `extra.param_groups`; `learning_rate` per step and group, unless `relative_step` lets the
 rule compute its own. Its slot RMS is a note on the parameter before the last update: written and never read.
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from descriptions.torch_optim import recorded_groups
-from descriptions.words import checkpoint_of, described, kind
+from statekit.verify.systems.schema_named import checkpoint_of, described, kind
+from statekit.verify.systems.torch_optim import recorded_groups
 
 KINDS = {"Adafactor": ("adafactor", "hf")}
 

@@ -1,4 +1,4 @@
-"""Descriptions of Keras 3 on TensorFlow, run operation by operation.
+"""Recordings of Keras 3 on TensorFlow, run operation by operation.
 
 What counts in `meta.json`, in this order: `extra.exclude_from_weight_decay` (no file of Keras has it), then
 `hyperparameters`; where the learning rate is a schedule, its values.
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from descriptions import muon
-from descriptions.words import described, kind
+from statekit.verify.systems import muon
+from statekit.verify.systems.schema_named import described, kind
 
 KINDS = {"AdamW": ("adamw", "keras"), "Lamb": ("lamb", "keras"), "Adafactor": ("adafactor", "keras")}
 

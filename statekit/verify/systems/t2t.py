@@ -1,4 +1,4 @@
-"""Descriptions of Tensor2Tensor under TensorFlow 1.15, run operation by operation.
+"""Recordings of Tensor2Tensor under TensorFlow 1.15, run operation by operation.
 
 What counts in `meta.json`: `hyperparameters`; without a learning rate there the rule's own. The step is the training
 loop's `global_step`, which may start above 0, at `extra.global_step_start`. Bfloat16 variables stand in the trajectory
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from descriptions.tensorflow1 import SQRT_UNITS, adafactor_arguments, own_rate
-from descriptions.words import described, kind
 from statekit.errors import NotFoundError
+from statekit.verify.systems.schema_named import described, kind
+from statekit.verify.systems.tensorflow1 import SQRT_UNITS, adafactor_arguments, own_rate
 
 KINDS = {"AdafactorOptimizer": ("adafactor", "t2t")}
 GENERATIONS = {"early": ((1, 5, 6), (1, 6, 0)), "late": ((1, 6, 3), (2, 0, 0))}

@@ -1,4 +1,4 @@
-"""Descriptions of MXNet's LANS: slots mean, var and, beside float16, weight32; a count for each parameter.
+"""Recordings of MXNet's LANS: slots mean, var and, beside float16, weight32; a count for each parameter.
 
 What counts in `meta.json`, in this order: `extra.lr_mult`, `extra.wd_mult` and `extra.rescale_grad_used` (a Trainer
 sets it at each step), then `hyperparameters`. MXNet's kernels and operators round every operation.
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from descriptions.words import described, kind
 from statekit.state.schema import load_schema
+from statekit.verify.systems.schema_named import described, kind
 
 KINDS = {"LANS": ("lans", "mxnet")}
 

@@ -1,4 +1,4 @@
-"""Descriptions of Mesh-TensorFlow and GPT-Neo under TensorFlow 1.15, run operation by operation.
+"""Recordings of Mesh-TensorFlow and GPT-Neo under TensorFlow 1.15, run operation by operation.
 
 What counts in `meta.json`: `hyperparameters`, for Adafactor with `extra.dimension_names` and `extra.variable_dtype`;
 without a learning rate there the rule's own. A run whose variables are saved in less than they are updated in went on
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from descriptions.tensorflow1 import SQRT_UNITS, adafactor_arguments, own_rate
-from descriptions.words import described, kind
 from statekit.state.schema import load_schema
+from statekit.verify.systems.schema_named import described, kind
+from statekit.verify.systems.tensorflow1 import SQRT_UNITS, adafactor_arguments, own_rate
 
 KINDS = {
     "gpt-neo optimizers.AdamWeightDecayOptimizer": ("adamw", "gpt_neo"),
