@@ -473,3 +473,32 @@ def test_parameters_of_mxnet_beside_each_other_are_sealed_one_by_one(
     assert [place for _, place in faults(check(tmp_path))] == [f"{tmp_path / names[1]}"]
     assert main(["inspect", f"{tmp_path}"]) == FAILED  # which of them isn't told
     assert names[2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "2026-11-28T08:00.pt",
+        "loss:0.3.pt",
+        "C:x.pt",
+        "a\\b.pt",
+        "\udcff.pt",
+        " a.pt",
+        "a\nb.pt",
+        "a\u202e.pt",
+        "a*.pt",
+    ],
+    ids=ascii,
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["a file", "a folder"])
+def test_what_seal_writes_is_read_whatever_a_file_is_called(name: str, whole: bool, tmp_path: Path) -> None:
+    """Seen red: a colon or a backslash was sealed, and every verb refused the checkpoint from then on."""
+    path = tmp_path / name
+    path.write_bytes((GOLDEN / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt").read_bytes())
+    if whole:
+        safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    subject = str(tmp_path if whole else path)
+    before = {entry.name for entry in tmp_path.iterdir()}
+    is_sealed = main(["seal", subject]) == 0
+    assert main(["check", subject]) == 0
+    assert is_sealed or {entry.name for entry in tmp_path.iterdir()} == before

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
-from statekit.errors import CorruptError, Faults, UsageError
+from statekit.errors import CorruptError, Faults, RefusedError, UsageError, printable
 from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
 from statekit.files.durable import replace_file
@@ -31,12 +31,22 @@ from statekit.files.integrity import (
     top_of,
     value_fault,
 )
-from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
+from statekit.files.manifest import (
+    CHECKPOINT,
+    RECORDS,
+    SEALED,
+    file_entry,
+    inside,
+    sealed,
+    tensor_entry,
+    to_text,
+)
 from statekit.files.source import Files, checkpoint_place, reading
 from statekit.files.stage import OnProgress, Progress, silent, unknown_fields
 from statekit.files.tree import Place, copying, size_of, spelled
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes
+from statekit.tensors.typed import is_unicode
 
 NEUTRAL = "statekit"
 """The container whose manifest holds its records too, and can't be made anew."""
@@ -156,6 +166,7 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
             return _report(checkpoint, proof.place, "proven", proof.manifest)
         _check_renewed(checkpoint, changed, renew)
         target = Path(manifest_place(checkpoint) if proof is None or proof.is_inside else proof.place)
+        _check_names_fit(paths, target.parent)
         tensors = _tensor_entries(checkpoint, tell)
         with Files(budget, checkpoint.path) as opened:
             files = _file_entries(paths, target.parent, opened, tell)
@@ -169,6 +180,25 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
         manifest = _manifest(checkpoint, target, tensors, files, names)
         replace_file(target, to_text(manifest).encode("ascii"), permissions(map(Path, paths)))
         return _report(checkpoint, target, "sealed" if proof is None else "renewed", manifest, names)
+
+
+def _check_names_fit(paths: Iterable[Place], base: Place) -> None:
+    """Refuses files whose names no manifest may have, as it would be refused with them when it is read.
+
+    Raises:
+        RefusedError: Lists them.
+    """
+    names = [_name(path, base) for path in paths]
+    Faults(
+        ("has a colon, a backslash, or bytes that are no text", printable(name))
+        for name in names
+        if not (inside(name) and is_unicode(name))
+    ).check(
+        RefusedError,
+        "A manifest can't have these names",
+        place=base,
+        remedy="rename the files, then seal them",
+    )
 
 
 def _report(
