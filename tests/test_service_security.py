@@ -494,7 +494,14 @@ def test_who_never_finishes_asking_is_closed_and_keeps_nobody_out(port: int) -> 
 IDLE = 1100
 
 
-@pytest.mark.parametrize("said", ["", "GET /sign-in HTTP/1.1\r\nHost: localhost\r\n"])
+SIGN_IN = (
+    "POST /sign-in HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\nContent-Length: 1000\r\n\r\nt"
+)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "GET /sign-in HTTP/1.1\r\nHost: localhost\r\n", SIGN_IN], ids=["", "head", "body"]
+)
 def test_a_thousand_idle_connections_keep_nobody_out(said: str, site: Site) -> None:
     """The issue's attack: whoever signed in before stays, and whoever comes now is answered."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -532,6 +539,42 @@ def test_one_address_has_a_part_of_what_strangers_have() -> None:
         lobby.enter(cast(Any, connection), address)
     closed = [i for i, connection in enumerate(connections) if connection.is_closed]
     assert closed == [1, 2, 3, 4]  # the second of its address, then the oldest of all that are idle
+
+
+def test_a_newcomer_is_let_in_though_all_others_are_being_answered() -> None:
+    class Busy:
+        is_idle = False
+
+        def __init__(self) -> None:
+            self.transport, self.is_closed = self, False
+
+        def abort(self) -> None:
+            self.is_closed = True
+
+    for lobby in (Lobby(most=9, most_of_address=3), Lobby(most=3, most_of_address=9)):
+        connections = [Busy() for _ in range(5)]
+        connections[-1].is_idle = True  # it has asked for nothing yet
+        for connection in connections:
+            lobby.enter(cast(Any, connection), "a")
+        assert [connection.is_closed for connection in connections] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("pace", [0.05, 20.0])
+def test_a_strangers_body_has_a_short_deadline_however_it_comes(
+    pace: float, site: Site, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(security, "STRANGER_BODY_SECONDS", 0.3)
+    with _connected(port) as connection:
+        connection.sendall(SIGN_IN.encode())
+        until = time.monotonic() + 5
+        connection.settimeout(min(pace, 5))
+        answer = b""
+        while not answer and time.monotonic() < until:
+            try:
+                answer = connection.recv(65536)
+            except TimeoutError:
+                connection.sendall(b"t")
+    assert answer.startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_first_byte_has_its_deadline(site: Site) -> None:

@@ -1,7 +1,8 @@
 """Connections: those that ask for nothing make room for those that do, and none waits for ever.
 
 Whoever hasn't shown a token or a session is a stranger. Strangers have a part of all connections, and each address a
-part of that. The one that has been idle longest makes room for the next. The rest is for those who signed in.
+part of that. The oldest that waits for its client makes room for the next, and where none waits, the oldest does: never
+the newcomer, who had no time to show a token. The rest is for those who signed in.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Lobby:
         self._addresses: dict[PunctualProtocol, str] = {}
 
     def enter(self, connection: PunctualProtocol, address: str) -> None:
-        """Takes a new connection in; where there are too many, the oldest idle one is closed."""
+        """Takes a new connection in; where there are too many, the oldest idle one is closed, or else the oldest."""
         self._addresses[connection] = address
         neighbours = [neighbour for neighbour, its in self._addresses.items() if its == address]
         if len(neighbours) > self._most_of_address:
@@ -48,7 +49,8 @@ class Lobby:
         self._addresses.pop(connection, None)
 
     def _close_one(self, connections: list[PunctualProtocol]) -> None:
-        closed = next((connection for connection in connections if connection.is_idle), connections[-1])
+        *older, _ = connections  # the last is the newcomer
+        closed = next((connection for connection in older if connection.is_idle), older[0])
         self.leave(closed)
         closed.transport.abort()
 
@@ -65,8 +67,8 @@ class PunctualProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being answered."""
-        return self.cycle is None or self.cycle.response_complete
+        """Whether nothing is being answered: the head or the body of a request is awaited."""
+        return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's is narrower
         super().connection_made(transport)

@@ -43,6 +43,8 @@ MOST_HEADER_BYTES = 32 * 1024
 MOST_BODY = 1024 * 1024
 BODY_SECONDS = 20.0
 """How long a client may let the service wait for each piece of a body, and for all of it three times as long."""
+STRANGER_BODY_SECONDS = 3.0
+"""How long a stranger may take for a whole body: it is the form with the token, which a browser sends at once."""
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]{2,45}\]|[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?)(?::\d{1,5})?")
 _ONE_RANGE = re.compile(r"bytes=(?:\d{1,18}-\d{0,18}|-\d{1,18})")
@@ -242,7 +244,8 @@ class Guard:
             return
         problem = refusal(scope, self.keys, self.hosts, self.origin)
         if problem is None:
-            await self.app(_with_one_range(scope), _Body(receive), dressed(send))
+            is_stranger = self.keys.admits(Headers(scope=scope)) is None
+            await self.app(_with_one_range(scope), _Body(receive, is_stranger), dressed(send))
         else:
             await answer(problem, scope, dressed(send))
 
@@ -270,10 +273,17 @@ def _with_one_range(scope: Scope) -> Scope:
 
 
 class _Body:
-    """The body of a request as it comes, up to `MOST_BODY` bytes, and no slower than `BODY_SECONDS` allows."""
+    """The body of a request as it comes, up to `MOST_BODY` bytes, and no slower than its sender may be.
 
-    def __init__(self, receive: Receive) -> None:
+    Args:
+        receive: What it comes from.
+        is_stranger: Whether it has `STRANGER_BODY_SECONDS`, and not `BODY_SECONDS` for each piece.
+    """
+
+    def __init__(self, receive: Receive, is_stranger: bool) -> None:
         self.receive, self.read, self.ended = receive, 0, False
+        self.seconds = STRANGER_BODY_SECONDS if is_stranger else BODY_SECONDS
+        self.longest = STRANGER_BODY_SECONDS if is_stranger else 3 * BODY_SECONDS
         self.deadline: float | None = None
 
     async def __call__(self) -> Message:
@@ -281,15 +291,15 @@ class _Body:
             return await self.receive()
         now = asyncio.get_running_loop().time()
         if self.deadline is None:
-            self.deadline = now + 3 * BODY_SECONDS
+            self.deadline = now + self.longest
         try:
-            message = await asyncio.wait_for(self.receive(), min(BODY_SECONDS, self.deadline - now))
+            message = await asyncio.wait_for(self.receive(), min(self.seconds, self.deadline - now))
         except TimeoutError as error:
             raise Refused(
                 Problem(
                     HTTPStatus.REQUEST_TIMEOUT,
                     "The body didn't come.",
-                    expected=f"a piece of it every {BODY_SECONDS:.0f} s",
+                    expected=f"a piece of it every {self.seconds:.0f} s, and all of it within {self.longest:.0f} s",
                     headers={"Connection": "close"},
                 )
             ) from error
