@@ -30,6 +30,8 @@ class Served:
             announces another. `busy`,
             `lost`, `unconditional`, `other`: each write is first answered 503; is done, but the answer gets lost; is
             done whatever the condition; stores other bytes.
+        tag: The ETag of each file in the place of its own.
+        moments: When each file was changed: in a listing of S3, in one of Azure, and in a header.
         commit: The commit that the Hub says each revision is.
         requests: Method and path of each request.
         on_write: Called before each request that writes, with its number.
@@ -39,6 +41,8 @@ class Served:
         self.files, self.fault = dict(files), ""
         self.marks: dict[str, str] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.tag = ""
+        self.moments = ("2026-11-27T12:00:00.000Z", *2 * ("Fri, 27 Nov 2026 12:00:00 GMT",))
         self.commit: str | None = "c0ffee" * 6 + "c0ff"
         self.requests: list[str] = []
         self.writes = 0
@@ -47,7 +51,7 @@ class Served:
         self.lock = threading.Lock()
 
     def etag(self, name: str) -> str:
-        return f'"{hashlib.md5(self.files[name]).hexdigest()}"'
+        return self.tag or f'"{hashlib.md5(self.files[name]).hexdigest()}"'
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -108,6 +112,8 @@ class _S3(_Handler):
             self.of_google(address.path.removeprefix(_GOOGLE), query)
         elif "list-type" in query:
             self.answer(200, self.listed(query.get("prefix", [""])[0], "delimiter" in query))
+        elif "comp" in query:
+            self.answer(200, self.listed_by_azure(query.get("prefix", [""])[0]))
         elif name in self.served.files and self.headers.get(
             "If-Match", self.served.etag(name)
         ) != self.served.etag(name):
@@ -119,7 +125,7 @@ class _S3(_Handler):
                 for kind in ("amz", "goog")
                 if (mark := self.served.marks.get(name))
             }
-            self.file(name, ETag=etag, Last_Modified="Fri, 27 Nov 2026 12:00:00 GMT", **marks)
+            self.file(name, ETag=etag, Last_Modified=self.served.moments[2], **marks)
 
     do_HEAD = do_GET
 
@@ -224,7 +230,7 @@ class _S3(_Handler):
             size, etag = len(self.served.files[name]), escape(self.served.etag(name))
             rows.append(
                 f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><ETag>{etag}</ETag>"
-                "<LastModified>2026-11-27T12:00:00.000Z</LastModified></Contents>"
+                f"<LastModified>{self.served.moments[0]}</LastModified></Contents>"
             )
         rows += [
             f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>"
@@ -236,6 +242,19 @@ class _S3(_Handler):
             rows.append(f"<NextContinuationToken>{len(self.served.requests)}</NextContinuationToken>")
         return (
             f"<ListBucketResult><IsTruncated>{more}</IsTruncated>{''.join(rows)}</ListBucketResult>".encode()
+        )
+
+    def listed_by_azure(self, prefix: str) -> bytes:
+        """Returns a listing of all below a prefix. Source: learn.microsoft.com, "List Blobs"."""
+        rows = [
+            f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{self.served.moments[1]}</Last-Modified>"
+            f"<Content-Length>{len(data)}</Content-Length><Content-Type>a/b</Content-Type>"
+            f"<Etag>{escape(self.served.etag(name))}</Etag></Properties></Blob>"
+            for name, data in self.served.files.items()
+            if name.startswith(prefix)
+        ]
+        return (
+            f"<EnumerationResults><Blobs>{''.join(rows)}</Blobs><NextMarker/></EnumerationResults>".encode()
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,7 +19,9 @@ from store_serving import SECRET, Served, serving
 import statekit
 from statekit.cli.main import main
 from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
+from statekit.files.objects import Objects
 from statekit.files.source import Files, checkpoint_place, listing, target_place
+from statekit.files.store import asking, opened_store
 from statekit.files.tree import Place
 
 T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
@@ -34,6 +37,10 @@ def first_bytes(place: Place) -> bytes:
         return files.source(place).read(0, 8).tobytes()
 
 
+def bucket(scheme: str) -> Objects:
+    return Objects(opened_store(scheme, "bucket", ""), f"{scheme}://bucket")
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     pytest.importorskip("obstore")
@@ -47,7 +54,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
             "REGION": "us-east-1",
         }.items():
             monkeypatch.setenv(f"AWS_{name}", value)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aGVsbG8=")
+        for name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_ENDPOINT"):
+            monkeypatch.setenv(name, address)
         yield served
 
 
@@ -108,6 +118,60 @@ def test_no_error_shows_a_key(store: Served, fault: str, shown: str) -> None:
         shown in f"{caught.value}"
         and SECRET not in f"{caught.value!r} {caught.value} {caught.value.__cause__}"
     )
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize("tag", ['"a\nb: c"', '"\u202e"', "*", '""', '"', "a b"])
+def test_an_etag_that_no_request_can_repeat_is_refused(tag: str, scheme: str, store: Served) -> None:
+    assert first_bytes(checkpoint_place(f"{scheme}://bucket/run/a")) == b"12345678"
+    store.tag = tag
+    with pytest.raises(FormatError, match="which state of a file"):
+        first_bytes(checkpoint_place(f"{scheme}://bucket/run/a"))
+    if tag.isascii() and "\n" not in tag:
+        with pytest.raises(FormatError, match="which state of a file"):
+            bucket(scheme).facts("run/a")
+
+
+def test_a_panic_of_obstore_is_an_error_of_ours(store: Served) -> None:
+    import obstore
+
+    objects = bucket("s3")
+
+    async def wait() -> None:
+        await obstore.get_async(objects.store, "run/a", options={"if_match": "\n"})
+
+    for ask in (
+        lambda: obstore.get(objects.store, "run/a", options={"if_match": "\n"}),
+        lambda: asyncio.run(wait()),
+    ):
+        with pytest.raises(FormatError, match="can't be read"), asking("s3://bucket", "run/a"):
+            ask()
+    with pytest.raises(KeyboardInterrupt), asking("s3://bucket", "run/a"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize(
+    "moments",
+    [
+        ("+10000-01-01T00:00:00Z", *2 * ("Sat, 01 Jan 10000 00:00:00 GMT",)),
+        ("-0001-01-01T00:00:00Z", *2 * ("Mon, 01 Jan 0001 00:00:00 +2359",)),
+    ],
+)
+def test_a_year_that_dates_do_not_have_is_an_error_of_ours(
+    moments: tuple[str, str, str], scheme: str, store: Served
+) -> None:
+    objects = bucket(scheme)
+    store.moments = moments
+    for ask in (
+        lambda: first_bytes(checkpoint_place(f"{scheme}://bucket/run/a")),
+        lambda: listing(checkpoint_place(f"{scheme}://bucket/run")),
+        lambda: objects.facts("run/a"),
+        lambda: objects.read("run/a", 2**30),
+        lambda: objects.below("run"),
+    ):
+        with pytest.raises(FormatError, match="can't be read"):
+            ask()
 
 
 def test_what_is_not_in_a_bucket_is_said_to_be_missing(store: Served) -> None:

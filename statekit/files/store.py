@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import Any
 
-from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
+from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError, printable
 from statekit.files.ahead import ReadAhead
 from statekit.files.tree import WORK, Facts, StoredPlace, address_of, copying, fill
 
@@ -38,6 +38,10 @@ _ENDPOINTS = {
     "az": ("AZURE_STORAGE_ENDPOINT",),
 }
 _STATUS = re.compile(r"\b[45]\d\d [A-Z][A-Za-z ]{2,30}")
+_ETAG = re.compile(r'(?:W/)?("?)[\x21\x23-\x7e]+\1')
+"""An identity that can go into `If-Match`. obstore panics at a line break there. Source: RFC 9110, section 8.8.3."""
+_RUST = ("pyo3_runtime", "pyo3_async_runtimes")
+"""Modules of the exceptions that obstore's panics become; one of them is no `Exception`."""
 
 
 def in_store(text: str) -> StoredPlace:
@@ -250,14 +254,15 @@ def facts_of_entry(entry: Any, place: str) -> Facts:
         place: Where the bucket begins.
 
     Raises:
-        FormatError: It doesn't say which state of it.
+        FormatError: It doesn't say which state of it, or not in a way that a request can repeat.
     """
     identity = entry.get("e_tag")
-    if not identity:
+    if not identity or identity == "*" or not _ETAG.fullmatch(identity):  # * would pin nothing
         raise FormatError(
             "The store doesn't say which state of a file it has.",
             place=f"{place}/{entry['path']}",
-            expected="an ETag",
+            expected="an ETag of visible ASCII",
+            found=printable(identity)[:80] if identity else None,
             remedy=f"copy it first: {copying(place)}",
         )
     changed = int(entry["last_modified"].timestamp() * 1e9)
@@ -300,7 +305,11 @@ def asking(root: str, name: str, passing: tuple[type[Exception], ...] = ()) -> I
         raise NotFoundError("There is no such file or bucket.", place=place) from None
     except (of.PermissionDeniedError, of.UnauthenticatedError):
         raise _denied(place) from None
-    except (of.BaseError, OSError) as error:
+    except BaseException as error:
+        # The other two are of a listing's moments that Python's dates don't have.
+        of_obstore = isinstance(error, of.BaseError | OSError | ValueError | OverflowError)
+        if not of_obstore and type(error).__module__ not in _RUST:
+            raise
         status = _STATUS.search(f"{error}")
         if status and status[0][:3] in ("401", "403"):  # of a listing, which has no error of its own
             raise _denied(place) from None
