@@ -256,3 +256,32 @@ def test_an_optimizer_in_a_file_of_any_name_beside_weights_is_named(tmp_path: Pa
     torch.save({"o": whole["optimizer"], "seed": torch.arange(3)}, tmp_path / "rest.pt")
     seen = statekit.inspect(tmp_path / "best.pt")
     assert seen.contents is not None and "rest.pt looks like an optimizer" in seen.contents
+
+
+@pytest.mark.parametrize("way", ["model", "state_dict", "a number"])
+def test_attest_and_doctor_find_a_weight_that_the_checkpoint_lacks(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: all weights of the run were wrong, and it passed, as a checkpoint without weights does."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights: dict[str, Any] = dict(model.state_dict())
+    weights["1.bias"] = 3.0
+    if way != "a number":
+        del weights["1.bias"]
+    key = "state_dict" if way == "state_dict" else "model"
+    saved = (
+        {key: weights, "optimizer_states": [optimizer.state_dict()]}
+        if way == "state_dict"
+        else {key: weights, "optimizer": optimizer.state_dict()}
+    )
+    torch.save({**saved, "epoch": 1}, tmp_path / "run.pt")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_()
+    result = statekit.torch.attest(optimizer, model.named_parameters(), tmp_path / "run.pt")
+    assert [(finding.name, finding.where) for finding in result.findings] == [("parts-missing", ("1/bias",))]
+    assert main(["doctor", f"{tmp_path / 'run.pt'}"]) == 1
+    assert "lacks weights of parameters that its optimizer moves" in " ".join(capsys.readouterr().out.split())

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 import statekit
 from goldens import GOLDEN
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
+from statekit.errors import CommitError, CorruptError, NotFoundError, RefusedError, UsageError
 from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Lost
@@ -518,16 +518,17 @@ def test_a_thinning_that_was_ended_goes_on_only_if_the_same_is_asked_again(
         with pytest.raises(RefusedError, match="has begun to remove") as refused:
             thinned(to, dry_run=dry_run)
         assert str(target) in str(refused.value) and source.exists()
-    removed, whole = list[set[str]](), shutil.rmtree
+    removed, unlink = list[str](), Path.unlink
 
-    def remove(folder: Path) -> None:
-        removed.append({*os.listdir(folder)})
-        whole(folder)
+    def remove(path: Path, missing_ok: bool = False) -> None:
+        removed.extend([path.name] if path.exists() else [])
+        unlink(path, missing_ok)
 
-    monkeypatch.setattr(shutil, "rmtree", remove)
+    monkeypatch.setattr(Path, "unlink", remove)
     assert not thinned(target)["dry_run"]
     # What the attempt had moved is taken back, all is proven again, and the list goes last.
-    assert removed == [{"removed.json"}] * 2 and not source.exists() and target.exists()
+    assert removed[0] == removed[-1] == "removed.json" and "step.pt" in removed[1:-1]
+    assert not source.exists() and target.exists()
 
 
 def _sealed_step(folder: Path) -> Path:
@@ -558,6 +559,26 @@ def test_a_list_of_what_shall_go_that_somebody_left_removes_nothing(tmp_path: Pa
     (trash / "removed.json").write_text(json.dumps({"tops": ["precious"], "said": said}))
     assert "checkpoint_4/checkpoint" in _thinned(step)["removed"]
     assert (tmp_path / "precious").read_text() == "the only copy" and not trash.exists()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_lies_beside_a_list_that_somebody_left_stays(moved: bool, tmp_path: Path) -> None:
+    """Seen red: the whole folder was removed with what no list named."""
+    step, trash = _sealed_step(tmp_path), tmp_path / ".statekit-thinned-checkpoint_4"
+    trash.mkdir()
+    (trash / "thesis.txt").write_text("the only copy")
+    said = {**SAID, "target": str(tmp_path / "w")}
+    (trash / "removed.json").write_text(json.dumps({"tops": ["checkpoint_4"], "said": said, "moved": moved}))
+    assert "checkpoint_4/checkpoint" in _thinned(step)["removed"]
+    assert [path.name for path in trash.iterdir()] == ["thesis.txt"]
+    trash.joinpath("thesis.txt").rename(tmp_path / "moved")
+    trash.rmdir()
+    trash.symlink_to(tmp_path)
+    shutil.copytree(T5X, step)
+    statekit.seal(step)
+    with pytest.raises((RefusedError, CommitError)):
+        _thinned(step)
+    assert (step / "checkpoint").exists()
 
 
 def test_what_somebody_adds_to_a_checkpoint_while_it_is_thinned_is_kept(tmp_path: Path) -> None:

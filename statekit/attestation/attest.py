@@ -13,7 +13,7 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import diagnosed, is_new
 from statekit.attestation.faults import broken, fault
 from statekit.attestation.live_run import LiveRun
-from statekit.conversion.belonging import UNREAD, is_spare
+from statekit.conversion.belonging import UNREAD, half_of, is_spare
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.model_settings import with_beside
@@ -34,6 +34,7 @@ from statekit.state.schema import WEIGHTS
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import tensor_names
 
 ORDERED = (
     "The checkpoint numbers its parameters and nothing in it tells which they are; they are taken in the order of the "
@@ -105,7 +106,9 @@ def attesting(
         right = _without(_by_path(renamed(right, names, place)), {path_of(name) for name in run.elsewhere})
         if state is not None:
             right, lacking = _with_weights_of(right, state, run.hints.model or {})
-            omissions += ["the weights: the checkpoint has none"] * bool(lacking)
+            weight_faults, weight_omissions = _of_lacking_weights(right, lacking)
+            faults += weight_faults
+            omissions += weight_omissions
             right, rule_faults = _under_rule_of(right, state)
             optimizer_faults, optimizer_omissions = _of_lacking_optimizer(right, state)
             faults += [*rule_faults, *optimizer_faults]
@@ -177,6 +180,21 @@ def _with_weights_of(
         return right, []
     weights = {path: live.params[path] for path in lacking}
     return replace(right, params={**right.params, **weights}), lacking
+
+
+def _of_lacking_weights(right: TrainState, lacking: Sequence[str]) -> tuple[list[Finding], list[str]]:
+    """Returns the fault of parameters without a weight, where others' weights are there; else that none is."""
+    names = [
+        f"/{name.replace('.', '/')}" for name in tensor_names(dict(right.extra)) if not _is_average(name)
+    ]
+    lost = [path for path in lacking if not any(name.endswith(f"/{path}") for name in names)]
+    if len(lost) == len(lacking):
+        return [], ["the weights: the checkpoint has none"] * bool(lacking)
+    return [fault("parts-missing", lost, "a weight of each parameter", "those of others alone")], []
+
+
+def _is_average(name: str) -> bool:
+    return any(half_of(key) == "average" for key in name.split("/"))
 
 
 def _spare_and_others(opened: OpenState) -> tuple[list[str], list[Oddity]]:

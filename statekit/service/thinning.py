@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
@@ -219,9 +220,9 @@ def _listed_to_go(trash: Path, tops: Sequence[Path], outcome: Mapping[str, Any])
     """Writes down what shall go, and returns that."""
     record = {"tops": [top.name for top in tops], "said": dict(outcome)}
     with writing(trash):
-        if os.path.lexists(trash):
-            shutil.rmtree(trash)
-        trash.mkdir()
+        if trash.is_symlink():
+            raise RefusedError("What goes first to a folder would go through a link.", place=trash)
+        trash.mkdir(exist_ok=True)
         _write(trash, record)
     return record
 
@@ -285,14 +286,7 @@ def _go_on(
     if facts is not None:
         _move(trash, record, facts)
     with writing(trash):
-        for name in record["tops"]:  # what is written down goes last: whoever is ended meanwhile is followed
-            gone = trash / name
-            if gone.is_dir() and not gone.is_symlink():
-                shutil.rmtree(gone)
-            else:
-                gone.unlink(missing_ok=True)
-        shutil.rmtree(trash)
-        sync_folder(trash.parent)
+        _remove_listed(trash, record)
     listener.log(
         f"removed {some(outcome['removed'])}; {outcome['freed']} bytes are free now; the weights are in "
         f"{Path(outcome['target']).name}"
@@ -330,5 +324,22 @@ def _take_back(trash: Path, record: Mapping[str, Any]) -> None:
         for name in record["tops"] if not record.get("moved", False) else ():
             if os.path.lexists(trash / name):
                 rename_new(trash / name, trash.parent / name)
-        shutil.rmtree(trash)
-        sync_folder(trash.parent)
+        _remove_listed(trash, record)
+
+
+def _remove_listed(trash: Path, record: Mapping[str, Any]) -> None:
+    """Removes what a list names of its folder, then the list, which whoever is ended meanwhile is followed by.
+
+    What nobody has listed is somebody's, and stays there, in the folder.
+    """
+    for name in record["tops"]:
+        gone = trash / name
+        if gone.is_dir() and not gone.is_symlink():
+            shutil.rmtree(gone)
+        else:
+            gone.unlink(missing_ok=True)
+    for name in (f"{_LIST}.new", _LIST):
+        (trash / name).unlink(missing_ok=True)
+    with suppress(OSError):  # something else lies in it
+        trash.rmdir()
+    sync_folder(trash.parent)

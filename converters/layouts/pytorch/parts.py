@@ -169,6 +169,17 @@ def possible_models(tree: Tree) -> list[str]:
     return ["/".join(map(str, path)) for path in models if not _is_within(path, optimizers)]
 
 
+def too_small_models(tree: Tree) -> dict[str, int]:
+    """Returns the parts at a model's usual places that hold fewer tensors than an optimizer moves, with how many."""
+    nodes_there = {path: at(tree, path) for path in MODELS}
+    counts = {
+        "/".join(map(str, path)): sum(isinstance(part, Tensor) for part in node.values())
+        for path, node in nodes_there.items()
+        if isinstance(node, Mapping)
+    }
+    return {place: count for place, count in counts.items() if count}
+
+
 def is_average(key: str) -> bool:
     """Tells whether a key is called as an average of the weights is."""
     return _AVERAGE.fullmatch(key) is not None

@@ -64,6 +64,7 @@ from statekit.converters.layouts.pytorch.parts import (
     path_of,
     possible_models,
     shared_paths,
+    too_small_models,
     with_others,
 )
 from statekit.converters.layouts.pytorch.side_by_side import (
@@ -71,7 +72,7 @@ from statekit.converters.layouts.pytorch.side_by_side import (
     join_side_by_side,
     side_by_side,
 )
-from statekit.errors import Faults, InexactError, NamesError, StateError, some
+from statekit.errors import Faults, InexactError, NamesError, StateError, plural, some
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, SORTED, Checkpoint
 from statekit.lines.printing import SavedRun, State, torch_lines
 from statekit.state.constants import variant_constants
@@ -649,6 +650,13 @@ def _without_model(checkpoint: Checkpoint) -> StateError:
             remedy=by_model_key(models[0]),
         )
     averages, unnamed = averaged_models(checkpoint.tree), unnamed_tensors(checkpoint)
+    if small := {} if averages or unnamed else too_small_models(checkpoint.tree):
+        return StateError(
+            "The checkpoint lacks weights of parameters that its optimizer moves.",
+            place=checkpoint.path,
+            found="; ".join(f"{plural(count, 'tensor')} at {place}" for place, count in small.items()),
+            remedy=f"restore it from a copy; or {ALONE}",
+        )
     has_average = f"an average of them at {', '.join(averages)}" if averages else None
     return NamesError(
         f"The checkpoint has an optimizer, but no weights{' that have names' if unnamed else ''}.",
