@@ -16,6 +16,7 @@ import statekit
 import statekit.torch
 from statekit.cli.main import main
 from statekit.conversion.contracts import Hints
+from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import of_plan, resume_lines
 from statekit.converters.layouts.weights.jax_weights import LAYOUT as JAX_WEIGHTS
 from statekit.converters.layouts.weights.tf_weights import LAYOUT as TF_WEIGHTS
@@ -24,6 +25,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
+from statekit.verify.verification import verify
 
 pytestmark = pytest.mark.torch
 
@@ -432,6 +434,16 @@ def test_kerass_files_of_weights_come_and_go(tmp_path: Path) -> None:
     assert all(
         np.array_equal(a, b.numpy()) for a, b in zip(fresh.get_weights(), weights.values(), strict=True)
     )
+
+
+@pytest.mark.parametrize("name", ["t1", "run-2", "100", "checkpoint_7"])
+def test_a_number_at_the_end_of_a_targets_name_is_no_step_of_weights(name: str, tmp_path: Path) -> None:
+    """Seen red: "It decodes to another state: is 1, meant 0 @ step", as DCP takes steps from names."""
+    source, target = sources(tmp_path)["bare.pt"], tmp_path / name
+    statekit.convert(source, target, to="dcp")
+    assert verify(source, target).passed
+    with open_state(target) as opened:
+        assert opened.state.counts.updates == 0
 
 
 def test_mxnets_parameters_come_and_go(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ def weights_state(
     Args:
         params: By path.
         extra: What else the checkpoint holds.
-        checkpoint: It, whose step counts; else the one that its manifest has, where the system has no place for it.
+        checkpoint: It, whose step counts; else the one that its manifest has, where the system has no place for it
+            or a name alone has it.
         hints: What the user says; there is no optimizer that anything could be said of.
 
     Raises:
@@ -43,7 +44,9 @@ def weights_state(
             remedy="leave it out, or name the file that holds the optimizer too",
         )
     manifest = manifest_state(checkpoint, WEIGHTS)
-    done = checkpoint.step or (manifest.schedule if manifest else 0)
+    # A number at the end of a name may count something else: what the manifest says comes first.
+    numbered = checkpoint.step if checkpoint.is_numbered or manifest is None else None
+    done = numbered or (manifest.schedule if manifest else 0)
     return TrainState(
         params, {}, Optimizer(WEIGHTS, None, ()), Counts(done, done, says_schedule=False), {}, extra
     )
