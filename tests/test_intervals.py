@@ -62,6 +62,19 @@ def test_a_fused_multiply_add_is_admitted_only_where_compiled(x: float, y: float
     assert inside(f32(x) * f32(y) + f32(z), bound)
 
 
+@pytest.mark.jax
+def test_a_subnormal_gradient_may_be_zero_where_compiled() -> None:
+    """XLA takes it for 0, PyTorch and NumPy don't. Seen red: verify called right conversions of T5X to JAX wrong."""
+    import jax
+
+    gradient, scale = f32(2.0**-140), f32(2.0**60)
+    bound = COMPILED.asarray(gradient) * COMPILED.asarray(scale)
+    assert inside(gradient * scale, bound)
+    assert inside(np.asarray(jax.jit(lambda x, y: x * y)(gradient, scale)), bound)
+    assert not inside(f32(-(2.0**-80)), bound)
+    assert not inside(f32(2.0**-79), bound)
+
+
 def test_op_by_op_refuses_a_fused_multiply_add() -> None:
     x, y = f32(1 + 2**-12), f32(1 + 2**-12)
     bound = STRICT.asarray(x) * STRICT.asarray(y) - 1.0

@@ -16,7 +16,8 @@ What is declared, per operation (u = 2^-24):
    gamma = min((n-1) u, 6 sqrt(n-1) u) / (1 - n u).
    The first is Higham, Accuracy and Stability, section 4.2; the second holds with probability above 1 - 2 exp(-18)
    for rounding errors of mean zero (Higham and Mary 2019, theorem 2.4).
- - a result below the normal range may be flushed to zero; a rounding there is at most half of 2^-149, at any size.
+ - a result below the normal range may be flushed to zero, and where an implementation compiles, a stored value there
+   may be taken for zero, as XLA does; a rounding there is at most half of 2^-149, at any size.
  - `narrow` and `rounded` round to nearest even, so both neighbours are admitted at a tie and only there.
 
 docs/bounds.md has the derivation.
@@ -200,7 +201,8 @@ class IntervalBackend(Backend):
     def asarray(self, array: Array) -> Value:
         exact = np.asarray(array).astype(np.float64)
         if array.dtype != np.float64:
-            return Interval(exact, exact, array.dtype.name, self.contracted)
+            ends = _flushed(exact, exact) if self.contracted else (exact, exact)
+            return Interval(*ends, array.dtype.name, self.contracted)
         single = exact.astype(np.float32).astype(np.float64)  # JAX has no float64 unless asked for
         return Interval(np.minimum(exact, single), np.maximum(exact, single), "float64", self.contracted)
 
