@@ -135,9 +135,11 @@ def zeroed(state: TrainState) -> TrainState | None:
     names = [name for slots in state.slots.values() for name in slots if is_bare or name in moments]
     if not names:
         return None
+    # Where no schema describes them, one may be zero yet by design, but not all.
+    lost = {*names} if is_bare else {names[0]}
     slots = {
         path: {
-            name: in_memory(np.zeros(slot.shape, slot.dtype)) if name == names[0] else slot
+            name: in_memory(np.zeros(slot.shape, slot.dtype)) if name in lost else slot
             for name, slot in each.items()
         }
         for path, each in state.slots.items()

@@ -258,6 +258,10 @@ def narrowed(slots: list[Any]) -> None:
         slot.data = slot.data.bfloat16()
 
 
+def narrowed_in_one(slots: list[Any]) -> None:
+    narrowed(slots[:1])
+
+
 @pytest.mark.parametrize(
     ("break_it", "name"),
     [
@@ -266,6 +270,7 @@ def narrowed(slots: list[Any]) -> None:
         (not_a_number, "not-finite"),
         (copied, "slots-duplicated"),
         (narrowed, "slots-narrow"),
+        (narrowed_in_one, "slots-narrow"),  # seen red: taken for the rule's own design
     ],
 )
 def test_doctor_finds_what_is_wrong_with_slots_that_no_schema_describes(

@@ -417,12 +417,19 @@ def _narrow(state: TrainState) -> Iterator[Finding]:
             and name not in asked
             and slot.dtype.itemsize < state.params[path].dtype.itemsize
         ]
-        # A rule that isn't known may keep one of its slots in fewer bits by design.
-        kept = sum(len(state.slots.get(path, {})) for path in group.paths)
-        if narrow and not (is_native(schema.name) and len(narrow) < kept):
+        if narrow and not (
+            is_native(schema.name) and _may_be_design(state, group, [key[:2] for key in narrow])
+        ):
             path, _, slot = narrow[0]
             where = [f"slots/{path}/{name}" for path, name, _ in narrow]
             yield fault("slots-narrow", where, state.params[path].dtype.name, slot.dtype.name)
+
+
+def _may_be_design(state: TrainState, group: Group, narrow: Collection[Key]) -> bool:
+    """Tells whether an unknown rule may keep these slots in fewer bits: some of its slots, in every parameter."""
+    kept = {(path, name) for path in group.paths for name in state.slots.get(path, {})}
+    wide = {(name, state.params[path].dtype) for path, name in kept.difference(narrow)}
+    return bool(wide) and wide.isdisjoint((name, state.params[path].dtype) for path, name in narrow)
 
 
 def _masters(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
