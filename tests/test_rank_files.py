@@ -19,12 +19,22 @@ from rank_saving import NAMES, Net
 
 import statekit
 from statekit.cli.main import main
+from statekit.conversion.convert import plan
+from statekit.conversion.resume import of_plan, resume_lines
 from statekit.converters.containers.torch_halves import find_ranks
 from statekit.converters.formats.pytorch.dtensors import joined
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
+from statekit.errors import (
+    CorruptError,
+    FormatError,
+    InexactError,
+    NotFoundError,
+    RefusedError,
+    StatekitError,
+)
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Record
 from statekit.torch import attest, load_optimizer
+from statekit.verify.verification import verify
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
@@ -427,3 +437,33 @@ def test_numbers_that_count_no_ranks_name_nothing(tmp_path: Path) -> None:
     for name in ("lora_rank8.pt", "model_1.pt"):
         with statekit.open(tmp_path / name) as opened:
             assert "weights alone" in repr(opened)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_matrix_with_a_whole_second_moment_is_named_in_the_headline(tmp_path: Path) -> None:
+    """FSDP1 and ZeRO hand torch's Adafactor flat pieces. Seen red: "BITWISE", "The same run", and lines whose optimizer
+    asserts at its first step that row_var and col_var are defined."""
+    import torch.distributed.checkpoint as dcp
+
+    model = torch.nn.Linear(5, 4)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    tree = optimizer.state_dict()
+    tree["state"] = dict(zip(("weight", "bias"), tree["state"].values(), strict=True))
+    tree["param_groups"][0]["params"] = ["weight", "bias"]
+    record = tree["state"]["weight"]
+    record["variance"] = record.pop("row_var") * record.pop("col_var")
+    dcp.save({"model": model.state_dict(), "optimizer": tree}, checkpoint_id=tmp_path / "run.dcp")
+    planned = plan(tmp_path / "run.dcp", tmp_path / "run.pt")
+    condition = "if the optimizer goes on with flat pieces of weight, as FSDP1 and ZeRO cut it"
+    assert planned.headline == f"BITWISE, {condition}"
+    statekit.convert(tmp_path / "run.dcp", tmp_path / "run.pt")
+    verified = verify(tmp_path / "run.dcp", tmp_path / "run.pt")
+    assert verified.data["verdict"]["headline"] == f"NOT COMPARABLE, {condition}"
+    assert any(
+        line.startswith("optimizer = ...  # the run's own")
+        for line in resume_lines(of_plan(planned), planned.state)
+    )
+    with pytest.raises(InexactError, match="saw flat pieces"):
+        plan(tmp_path / "run.dcp", tmp_path / "jax", to="orbax")

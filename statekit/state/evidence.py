@@ -21,8 +21,9 @@ TAKEN: tuple[KnownFrom, ...] = ("inferred", "assumed")
 Source: TypeAlias = Literal["file", "given", "inferred", "assumed", "unknown"]
 """How a fact is known, the strongest first."""
 OPTIMIZER, BEYOND, SCALED, DIALECT, ORDER = "optimizer", "beyond", "scaled", "class", "order"
+PIECES = "pieces"
 """Names of facts: which optimizer it is, what it does besides its schema's steps, how a map scaled a group, whose class
-has its form, and in which order an optimizer numbers its parameters."""
+has its form, in which order an optimizer numbers its parameters, and that it moved pieces of them."""
 COUNT = "count"
 BATCH = "global_batch_size"
 """How many samples an update has, which systems ask for that count samples."""
@@ -132,6 +133,16 @@ def beyond(sentence: str) -> Fact:
     return Fact(BEYOND, None, "file", sentence)
 
 
+def of_pieces(path: str) -> tuple[Fact, ...]:
+    """Returns that an optimizer moved flat pieces of a matrix, which is more than its schema's steps."""
+    because = f"the optimizer goes on with flat pieces of {path}, as FSDP1 and ZeRO cut it"
+    besides = (
+        f"{path} is a matrix with a whole second moment: the optimizer saw flat pieces of it, as under FSDP1 and ZeRO, "
+        "whose size its clipping and its parameter scale went by"
+    )
+    return (Fact(PIECES, None, "file", because), beyond(besides))
+
+
 def scaled(paths: Sequence[str], number: float) -> tuple[Fact, ...]:
     """Returns on what an exact continuation depends of parameters that a map multiplied by a number; nothing for 1.
 
@@ -187,7 +198,7 @@ def headline(verdict: str, facts: Iterable[Fact]) -> str:
     facts = list(facts)
     weak = weakest(facts)
     values = [fact for fact in weak if fact.source == "assumed" and fact.name != ORDER]
-    conditions = [fact.because for fact in facts if fact.name in (SCALED, ORDER)]
+    conditions = [fact.because for fact in facts if fact.name in (SCALED, ORDER, PIECES)]
     conditions = [*dict.fromkeys(conditions), *_taken(weak), *_assumed(values)]
     unknown = [fact.name for fact in weak if fact.source == "unknown" and fact.name != OPTIMIZER]
     given = [f"{fact.said} as given ({fact.because})" for fact in facts if fact.is_against_file]

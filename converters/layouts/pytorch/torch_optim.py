@@ -76,7 +76,7 @@ from statekit.errors import Faults, InexactError, NamesError, StateError, plural
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, SORTED, Checkpoint
 from statekit.lines.printing import SavedRun, State, torch_lines
 from statekit.state.constants import variant_constants
-from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several, of_class
+from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several, of_class, of_pieces
 from statekit.state.factoring import FACTORED, by_shape, matrix_rule, stored_shape, turned_matrices
 from statekit.state.param_names import is_adapted
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
@@ -185,10 +185,6 @@ ALONE = (
     'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, ...)'
 )
 _BARE = "Only tensors were saved: the hyperparameters aren't known."
-_PIECES = (
-    "Matrices have a whole second moment: the optimizer saw flat pieces of them, as under FSDP1 and ZeRO, whose size "
-    "its clipping and its parameter scale went by."
-)
 _AT_HOME = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "dcp-safetensors", "fsdp1-ranks")
 """Containers in which any optimizer's state is one of PyTorch's."""
 _TRAINER = "hf-trainer"
@@ -293,15 +289,17 @@ class TorchOptim:
         rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
         slots, counts, unread = {}, dict[str, int](), dict[str, Any]()
         records, bare = _records(parts, order, kind_of)
+        pieces: list[str] = []
         for path, record in records.items():
             kind = kind_of[path]
             if _saw_pieces(kind, record, rules[path]):
                 rules[path] = Rule((Axis.NONE,) * len(params[path].shape), "file")
-                notes[_PIECES] = None
+                pieces.append(path)
             slots[path] = dict(_slots(kind, record, rules[path], params[path].shape, path, faults))
             counts |= _counted(kind, record, path, faults)
             unread |= _unread(kind, record, path)
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
+        groups = _in_pieces(groups, pieces)
         counting = _counting(kind_of, bare)
         done = 0 if counting else native.stated_updates(parts.groups, parts.rest, checkpoint)
         aside = {_INFORMATION: unread, _BY_NAME: _is_by_name(parts), SIDE_BY_SIDE: sides}
@@ -311,7 +309,8 @@ class TorchOptim:
                 params,
                 {**slots, **bare.slots},
                 Optimizer.of(
-                    _clipped(groups, parts, checkpoint), [(kind.schema, kind.variant) for kind in kinds]
+                    _in_pieces(_clipped(groups, parts, checkpoint), pieces),
+                    [(kind.schema, kind.variant) for kind in kinds],
                 ),
                 _counts({**counts, **bare.counts}, counting, done),
                 {path: rule for path, rule in rules.items() if kind_of[path].schema == "adafactor"},
@@ -973,6 +972,13 @@ def _slots(
 def _saw_pieces(kind: TorchOptimizer, record: Mapping[str, Any], rule: Rule) -> bool:
     """Tells whether a parameter that the optimizer would factor has a second moment that isn't."""
     return kind.schema == "adafactor" and rule.factored and isinstance(record.get(kind.names["v"]), Tensor)
+
+
+def _in_pieces(groups: Iterable[Group], paths: Sequence[str]) -> Iterator[Group]:
+    """Yields groups with the fact that the optimizer moved pieces of some parameters, each by its first."""
+    for group in groups:
+        first = next((path for path in paths if path in group.paths), None)
+        yield group if first is None else replace(group, facts=(*group.facts, *of_pieces(first)))
 
 
 def _turned(state: TrainState) -> Iterator[tuple[str, str]]:
