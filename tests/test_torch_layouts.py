@@ -26,7 +26,7 @@ from statekit.converters.layouts.icefall import LAYOUT as ICEFALL
 from statekit.converters.layouts.pytorch.param_order import named_order, shaped_order
 from statekit.converters.layouts.pytorch.parts import is_plain
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
-from statekit.errors import FormatError, InexactError, NotFoundError, StateError, UsageError
+from statekit.errors import FormatError, InexactError, NotFoundError, RefusedError, StateError, UsageError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory, same_values
@@ -54,7 +54,7 @@ def _files() -> list[Path]:
                 with CONTAINER.open(path) as checkpoint:
                     if SYSTEMS[recording.system].detect(checkpoint) is not None:
                         files.append(folder)
-        except NotFoundError:
+        except (NotFoundError, RefusedError):  # pieces of FSDP1's ranks, which have a container of their own
             continue
     return files
 
