@@ -443,10 +443,10 @@ def test_numbers_that_count_no_ranks_name_nothing(tmp_path: Path) -> None:
 def test_a_matrix_with_a_whole_second_moment_is_named_in_the_headline(tmp_path: Path) -> None:
     """FSDP1 and ZeRO hand torch's Adafactor flat pieces. Seen red: "BITWISE", "The same run", and lines whose optimizer
     asserts at its first step that row_var and col_var are defined."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     model = torch.nn.Linear(5, 4)
-    optimizer = torch.optim.Adafactor(model.parameters())
+    optimizer: Any = torch.optim.Adafactor(model.parameters())
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     tree = optimizer.state_dict()
@@ -454,7 +454,7 @@ def test_a_matrix_with_a_whole_second_moment_is_named_in_the_headline(tmp_path: 
     tree["param_groups"][0]["params"] = ["weight", "bias"]
     record = tree["state"]["weight"]
     record["variance"] = record.pop("row_var") * record.pop("col_var")
-    dcp.save({"model": model.state_dict(), "optimizer": tree}, checkpoint_id=tmp_path / "run.dcp")
+    save({"model": model.state_dict(), "optimizer": tree}, checkpoint_id=tmp_path / "run.dcp")
     planned = plan(tmp_path / "run.dcp", tmp_path / "run.pt")
     condition = "if the optimizer goes on with flat pieces of weight, as FSDP1 and ZeRO cut it"
     assert planned.headline == f"BITWISE, {condition}"

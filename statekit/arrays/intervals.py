@@ -201,8 +201,8 @@ class IntervalBackend(Backend):
     def asarray(self, array: Array) -> Value:
         exact = np.asarray(array).astype(np.float64)
         if array.dtype != np.float64:
-            ends = _flushed(exact, exact) if self.contracted else (exact, exact)
-            return Interval(*ends, array.dtype.name, self.contracted)
+            low, high = _flushed(exact, exact) if self.contracted else (exact, exact)
+            return Interval(low, high, array.dtype.name, self.contracted)
         single = exact.astype(np.float32).astype(np.float64)  # JAX has no float64 unless asked for
         return Interval(np.minimum(exact, single), np.maximum(exact, single), "float64", self.contracted)
 
