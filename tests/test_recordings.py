@@ -96,6 +96,30 @@ def test_a_description_with_a_value_of_another_type_is_refused_or_read(
         replayed(folder, changed(document, at, value))
 
 
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("trajectories",), {}), (("trajectories",), []),
+        (("phases", 0, "hyperparameters", "logical_axes", "first"), [[]]),
+        (("phases", 0, "hyperparameters", "logical_axes", "first"), 1),
+    ],
+)  # fmt: skip
+def test_a_recording_of_ours_with_a_value_of_another_type_is_refused(
+    keys: tuple[Any, ...], value: Any, tmp_path: Path
+) -> None:
+    """Seen red: IndexError and TypeError."""
+    folder = tmp_path / "recording"
+    shutil.copytree(GOLDEN / "t5x/scanned_logical_rules", folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    with open_recording(folder) as recording:
+        document = json.loads(json.dumps(to_json(recording)))
+    axes = document["phases"][0]["hyperparameters"].get("logical_axes") or {}
+    keys = (*keys[:-1], next(iter(axes))) if "logical_axes" in keys else keys
+    (folder / "recording.json").write_text(json.dumps(changed(document, keys, value)))
+    with pytest.raises(StatekitError), open_recording(folder) as recording:
+        replay(Subject(recording), backend("numpy"))
+
+
 def test_what_is_spooled_leaves_no_hidden_file_where_it_fails(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.add("a", np.zeros(3, np.float32))

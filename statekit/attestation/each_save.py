@@ -105,7 +105,7 @@ def sealed_and_examined(path: Path) -> Save:
 
 def _verb(name: str, path: Path) -> tuple[dict[str, Any], str | None]:
     """Returns what a verb prints, and None; or nothing, and why it failed."""
-    command: Sequence[str] = (sys.executable, "-P", "-m", "statekit", name, str(path), "--json")
+    command: Sequence[str] = (sys.executable, "-P", "-m", "statekit", name, "--json", "--", str(path))
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         printed = json.loads(ended.stdout)

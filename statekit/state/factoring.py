@@ -217,10 +217,15 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
+def _is_of(name: Any, table: Mapping[str, Any]) -> bool:
+    return (name is None or isinstance(name, str)) and name in table
+
+
 def _from_axes(table: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, tuple[Axis, ...]]:
     rules = {}
     for path, names in axes.items():
-        unknown = [name for name in names if name not in table]
+        is_list = isinstance(names, (list, tuple))
+        unknown = [name for name in names if not _is_of(name, table)] if is_list else [names]
         if unknown:
             raise UsageError(
                 "logical_factor_rules doesn't know an axis.",

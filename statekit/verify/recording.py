@@ -312,6 +312,8 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
         if data["format"] != FORMAT or data["version"] != 1:
             raise UsageError(f"{data['format']} version {data['version']}")
         first, last = data["steps"]
+        if not data["trajectories"]:
+            raise ValueError("no trajectory")
         checkpoint = data.get("checkpoint") or {}
         recording = Recording(
             folder,
