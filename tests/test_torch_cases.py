@@ -23,7 +23,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.pytorch import param_order
-from statekit.errors import NamesError, StateError, UnknownFormatError
+from statekit.errors import NamesError, StateError, StatekitError, UnknownFormatError
 from statekit.torch import attest, load_optimizer, load_params
 from statekit.verify.verification import verify
 
@@ -1187,3 +1187,14 @@ def test_a_group_whose_keys_are_no_names_is_compared(key: object, tmp_path: Path
     state["param_groups"][0][key] = state["param_groups"][0].pop("maximize")
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pt")
     assert not attest(optimizer, model, tmp_path / "run.pt").findings
+
+
+@pytest.mark.parametrize("option", ["eps", "weight_decay", "lr"])
+def test_an_option_that_is_infinite_is_refused_by_name(option: str, tmp_path: Path) -> None:
+    """Seen red: it was loaded, and all weights were infinite after an update."""
+    model = torch.nn.Linear(3, 2)
+    state = saved_run(model).state_dict()
+    state["param_groups"][0][option] = float("inf")
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pt")
+    with pytest.raises(StatekitError, match="inf"):
+        statekit.torch.load_optimizer(tmp_path / "run.pt", model.named_parameters())
