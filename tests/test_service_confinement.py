@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -24,7 +26,7 @@ from statekit.service import roots
 from statekit.service.database import Ownership
 from statekit.service.scanning import Folder, listed
 from statekit.service.server import Settings, opened
-from statekit.service.tasks import confinement
+from statekit.service.tasks import confinement, seccomp
 from statekit.service.tasks.child import Died, Zygote
 from statekit.service.tasks.confinement import Reach
 from statekit.service.tasks.worker import Worker
@@ -32,10 +34,34 @@ from statekit.service.tasks.worker import Worker
 TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
 CONFINED = pytest.mark.skipif(not confinement.version(), reason="this kernel has no Landlock")
 PROBE = """
-import json, os, socket, subprocess, sys
+import ctypes, fcntl, json, os, platform, resource, socket, struct, subprocess, sys, threading
 from pathlib import Path
 from statekit.service.tasks.confinement import Reach, confine
 said = json.loads(sys.argv[1])
+libc, other = ctypes.CDLL(None, use_errno=True), said["other"]
+numbers = {"x86_64": {"ioprio_set": 251, "clone": 56}, "aarch64": {"ioprio_set": 30, "clone": 220}}[platform.machine()]
+def called(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+    return result
+def flags():
+    file = os.open(said["root"] + "/inside", os.O_RDONLY)
+    fcntl.ioctl(file, 0x40086602, struct.pack("l", 0x80))
+def threads():
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+def spaces():
+    if called(libc.syscall(numbers["clone"], 0x10000000 | 17, 0, 0, 0, 0)) == 0:
+        os._exit(0)
+def session():
+    if os.fork() == 0:
+        try:
+            os.setsid()
+        finally:
+            os._exit(1)
+    if os.waitstatus_to_exitcode(os.wait()[1]):
+        raise PermissionError
 assert confine(Reach(*said["reach"]), Path(said["scratch"]))
 tried = {
     "read": lambda: open(said["root"] + "/inside").read(),
@@ -62,6 +88,26 @@ tried = {
     "attributes": lambda: os.setxattr(said["root"] + "/inside", "user.x", b"x"),
     "environment of another": lambda: open(f"/proc/{os.getppid()}/environ", "rb").read(),
     "memory of another": lambda: open(f"/proc/{os.getppid()}/mem", "rb").close(),
+    "own limits": lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
+    "own priority": lambda: os.nice(1),
+    "own processors": lambda: os.sched_setaffinity(0, os.sched_getaffinity(0)),
+    "threads": threads,
+    "limits of another": lambda: resource.prlimit(other, resource.RLIMIT_NOFILE, (3, 3)),
+    "priority of another": lambda: os.setpriority(os.PRIO_PROCESS, other, 19),
+    "priority of a user's": lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    "processors of another": lambda: os.sched_setaffinity(other, {min(os.sched_getaffinity(0))}),
+    "schedule of another": lambda: os.sched_setscheduler(other, os.SCHED_IDLE, os.sched_param(0)),
+    "parameters of another": lambda: os.sched_setparam(other, os.sched_param(0)),
+    "disk priority of another": lambda: called(libc.syscall(numbers["ioprio_set"], 1, other, 3 << 13)),
+    "shared memory": lambda: called(libc.shmget(0, 4096, 0o1600)),
+    "semaphores": lambda: called(libc.semget(0, 1, 0o1600)),
+    "queue": lambda: called(libc.msgget(0, 0o1600)),
+    "named queue": lambda: called(libc.mq_open(b"/statekit-probe", os.O_CREAT | os.O_RDWR, 0o600, None)),
+    "flags of what it reads": flags,
+    "lease": lambda: fcntl.fcntl(os.open(said["root"] + "/inside", os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK),
+    "users of its own": spaces,
+    "session": session,
+    "group": lambda: os.setpgid(0, 0),
 }
 for name, do in tried.items():
     try:
@@ -101,21 +147,70 @@ def test_a_confined_process_reaches_its_roots_and_the_system_alone(tmp_path: Pat
     (root / "link").symlink_to(tmp_path / "outside")
     reach = Reach((str(root),), ((str(root), "writable"),), str(root / "data"))
     path = str(tmp_path / "socket")
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket(socket.AF_UNIX) as named:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.socket(socket.AF_UNIX) as named,
+        subprocess.Popen(["sleep", "60"]) as other,
+    ):
         named.bind(path)
         named.listen()
         before = os.stat(tmp_path / "outside")
         said = {
             "root": str(root), "outside": str(tmp_path / "outside"), "scratch": str(tmp_path / "scratch"),
             "port": listening.getsockname()[1], "reach": reach, "unix": path,
+            "other": other.pid,
         }  # fmt: skip
         line = [sys.executable, "-P", "-c", PROBE, json.dumps(said)]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
+        other.kill()
     assert done.returncode == 0, done.stderr
     newer = {"signal"} if confinement.version() < 6 else set()
-    known = {"read", "write", "scratch", "library", "pair", "program"}
+    known = {"read", "write", "scratch", "library", "pair", "program", "threads"}
+    known |= {"own limits", "own priority", "own processors"}
     assert set(done.stdout.splitlines()) == known | newer
     assert os.stat(tmp_path / "outside") == before
+
+
+def _answered(calls: seccomp.Calls, number: int, arguments: Sequence[int]) -> int:
+    """Returns what the kernel answers by the filter, whose instructions it runs one by one."""
+    data = struct.pack("=IIQ6Q", number, calls.audit, 0, *(*arguments, *[0] * 6)[:6])
+    code, at, word = seccomp.program(calls), 0, 0
+    while True:
+        kind, holds, fails, value = code[at]
+        at += 1
+        if kind == 0x20:
+            (word,) = struct.unpack_from("=I", data, value)
+        elif kind == 0x54:
+            word &= value
+        elif kind == 0x06:
+            return value
+        else:
+            at += holds if (word == value if kind == 0x15 else word >= value) else fails
+
+
+@pytest.mark.parametrize("machine", seccomp.CALLS)
+def test_a_call_is_allowed_within_its_bounds_alone(machine: str) -> None:
+    """For both architectures, wherever the test runs."""
+    calls = seccomp.CALLS[machine]
+    assert calls.bounded.keys() == seccomp.BOUNDS.keys()
+    assert len({*calls.bounded.values(), *calls.refused.values()}) == len(calls.bounded) + len(calls.refused)
+    one = 1 << 32
+    tried: dict[str, tuple[list[list[int]], list[list[int]]]] = {
+        "socketpair": ([[1, 1], [1, 0o2000001]], [[1, 2], [1, 5]]),
+        "sendto": ([[3, 4, 5]], [[3, 4, 5, 0, 1], [3, 4, 5, 0, one]]),
+        "clone": ([[0x3D0F00], [17]], [[0x10000000 | 17], [0x40000000], [0x20000]]),
+        "ioctl": ([[0, 0x5401], [0, 0x5421]], [[0, 0x40086602], [0, 0x401C5820], [0, 0x40087602], [0, 0x5000940F]]),
+        "fcntl": ([[0, 1030], [0, 6]], [[0, 1024]]),
+        "setpriority": ([[0, 0, 5]], [[0, 9, 5], [1, 0, 5], [2, 0, 5]]),
+        "ioprio_set": ([[1, 0, 5]], [[1, 9, 5], [2, 0, 5], [3, 0, 5]]),
+    }  # fmt: skip
+    for name, number in calls.bounded.items():
+        allowed, refused = tried.get(name, ([[0, 9]], [[9, 9], [0xFFFFFFFF]]))
+        assert {_answered(calls, number, words) for words in allowed} == {0x7FFF0000}, name
+        assert {_answered(calls, number, words) for words in refused} == {0x00050000 | errno.EPERM}, name
+    assert {_answered(calls, number, []) for number in calls.refused.values()} == {0x00050000 | errno.EPERM}
+    assert _answered(calls, 435, []) == 0x00050000 | errno.ENOSYS  # so that libraries take `clone`
+    assert _answered(calls, 0, [9, 9]) == _answered(calls, 63, [9, 9]) == 0x7FFF0000
 
 
 def test_a_task_gets_no_secrets_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ _PASSED_FAMILIES = (
     "TORCH_",
     "KERAS_",
     "CUDA_",
-    "OMP_",
+    "OMP_NUM_",  # and none that binds threads to processors, which a task may not
     "MKL_",
     "OPENBLAS_",
 )

@@ -1,9 +1,9 @@
 """What the kernel lets a task reach, whatever a checkpoint has made of it: Landlock and a filter, where Linux has them.
 
 A task that is confined reads the roots that it works on and what programs need of the system, writes where it was
-asked to write and into its own temporary folder, and reaches no network and no process outside. It changes no
-permissions, owners, times or attributes of files, and isn't root. Folders to write to are opened before, without
-following links: who exchanges one for a link later gains nothing. Nothing takes it back.
+asked to write and into its own temporary folder, and reaches no network and no process outside; docs/tasks.md has what
+the kernel leaves. It changes no permissions, owners, times or attributes of files, and isn't root. Folders to write to
+are opened before, without following links: who exchanges one for a link later gains nothing. Nothing takes it back.
 """
 
 from __future__ import annotations
