@@ -1198,3 +1198,25 @@ def test_an_option_that_is_infinite_is_refused_by_name(option: str, tmp_path: Pa
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pt")
     with pytest.raises(StatekitError, match="inf"):
         statekit.torch.load_optimizer(tmp_path / "run.pt", model.named_parameters())
+
+
+def test_deepspeeds_muon_is_not_kellers(tmp_path: Path) -> None:
+    """Seen red: it was Keller's with every value bitwise. DeepSpeed 0.19.8's groups name their Newton-Schulz."""
+    model = torch.nn.Linear(3, 2)
+    moments = {0: {"momentum_buffer": torch.ones(2, 3)}}
+    adam = {1: {"step": 1, "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
+    muon = {"use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.01, "params": [0]}
+    rest = {
+        "use_muon": False,
+        "lr": 0.02,
+        "betas": (0.9, 0.95),
+        "eps": 1e-10,
+        "weight_decay": 0.0,
+        "params": [1],
+    }
+    for more in ({}, {"ns_method": "gram"}):
+        optimizer = {"state": {**moments, **adam}, "param_groups": [{**muon, **more}, rest]}
+        torch.save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "run.pt")
+        with statekit.open(tmp_path / "run.pt") as opened:
+            kinds = [opened.state.optimizer.kind(group) for group in opened.groups]
+        assert (("muon", "keller") in kinds) == (not more)
