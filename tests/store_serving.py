@@ -7,8 +7,9 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePosixPath
 from typing import Any
@@ -30,8 +31,11 @@ class Served:
             announces another. `busy`,
             `lost`, `unconditional`, `other`: each write is first answered 503; is done, but the answer gets lost; is
             done whatever the condition; stores other bytes.
+        port: Where the server listens.
+        is_over: Nobody asks any more.
         tag: The ETag of each file in the place of its own.
         moments: When each file was changed: in a listing of S3, in one of Azure, and in a header.
+        instead: What answers for the Hub, of `info`, `tree` or `resolve`, which are its addresses.
         commit: The commit that the Hub says each revision is.
         requests: Method and path of each request.
         on_write: Called before each request that writes, with its number.
@@ -41,7 +45,8 @@ class Served:
         self.files, self.fault = dict(files), ""
         self.marks: dict[str, str] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
-        self.tag = ""
+        self.tag, self.port, self.is_over = "", 0, False
+        self.instead: dict[str, Callable[[Any], object]] = {}
         self.moments = ("2026-11-27T12:00:00.000Z", *2 * ("Fri, 27 Nov 2026 12:00:00 GMT",))
         self.commit: str | None = "c0ffee" * 6 + "c0ff"
         self.requests: list[str] = []
@@ -88,6 +93,18 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(416)
         self.answer(206 if "Range" in self.headers else 200, part, Content_Range=total, **headers)
         return None
+
+    def drip(self, status: int = 200, block: bytes = b" ", pause: float = 0.0, **headers: str) -> None:
+        """Sends a body without end, as long as anybody takes it."""
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.close_connection = True
+        with suppress(OSError):
+            while not self.served.is_over:
+                self.wfile.write(block)
+                time.sleep(pause)
 
 
 _GOOGLE = "/storage/v1/b/"
@@ -266,6 +283,10 @@ class _Hub(_Handler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.served.requests.append(f"{self.command} {path}")
+        asked = next((kind for kind in ("resolve", "tree") if f"/{kind}/" in path), "info")
+        if asked in self.served.instead:
+            self.served.instead[asked](self)
+            return None
         if "/resolve/" in path:
             _, _, rest = path.partition("/resolve/")
             revision, _, name = rest.partition("/")
@@ -298,11 +319,13 @@ def serving(kind: str, files: Mapping[str, bytes]) -> Iterator[tuple[str, Served
     handler = type("Handler", (_S3 if kind == "s3" else _Hub,), {"served": served})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.handle_error = lambda *of: None  # type: ignore[method-assign]  # of processes that were killed
+    served.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", served
     finally:
+        served.is_over = True
         server.shutdown()
         server.server_close()
         thread.join()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from store_serving import SECRET, Served, serving
 
 import statekit
 from statekit.cli.main import main
-from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.objects import Objects
 from statekit.files.source import Files, checkpoint_place, listing, target_place
 from statekit.files.store import asking, opened_store
@@ -247,6 +249,110 @@ def test_an_answer_of_the_hub_is_what_was_asked_for_or_an_error(hub: Served) -> 
     hub.fault = "long"
     with pytest.raises(CorruptError, match="another number of bytes"):
         first_bytes(checkpoint_place("hf://owner/name/run/a"))
+
+
+def hanging(handler: Any) -> None:
+    """Answers nothing while anybody waits."""
+    handler.close_connection = True
+    while not handler.served.is_over:
+        time.sleep(0.02)
+
+
+def redirected(handler: Any) -> None:
+    handler.drip(302, b" " * 2**16, Location=handler.path)
+
+
+ENDLESS: dict[str, Callable[[Any], object]] = {
+    "hangs": hanging,
+    "drips": lambda handler: handler.drip(pause=0.05),
+    "redirects": redirected,
+    "has an error without an end": lambda handler: handler.drip(400, b" " * 2**16),
+}
+
+
+@pytest.mark.parametrize("asked", ["info", "tree", "resolve"])
+@pytest.mark.parametrize("fault", ENDLESS)
+def test_an_answer_of_the_hub_has_an_end(
+    fault: str, asked: str, hub: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_SECONDS", "_PART_SECONDS"):
+        monkeypatch.setattr(f"statekit.files.hub.{name}", 0.3)
+    hub.instead[asked] = ENDLESS[fault]
+    start = time.monotonic()
+    with pytest.raises(FormatError, match=r"can't be read|doesn't end") as caught:
+        first_bytes(checkpoint_place("hf://owner/name/run/a"))
+    assert f"{caught.value.place}".startswith("hf://owner/name") and time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("asked", ["info", "tree"])
+def test_an_answer_of_the_hub_has_a_size(asked: str, hub: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.instead[asked] = lambda handler: handler.drip(block=b" " * 2**20)
+    with pytest.raises(FormatError, match="too large"):
+        checkpoint_place("hf://owner/name")
+    packed = gzip.compress(b"[" + b" " * 2**26)
+    hub.instead[asked] = lambda handler: handler.answer(200, packed, Content_Encoding="gzip")
+    with pytest.raises(FormatError, match="can't be read"):
+        checkpoint_place("hf://owner/name")
+    monkeypatch.setattr("statekit.files.hub._MOST_PAGES", 3)
+    again = {"Link": f'<http://127.0.0.1:{hub.port}/api/models/owner/name/tree/x>; rel="next"'}
+    hub.instead = {"tree": lambda handler: handler.answer(200, b"[]", **again)}
+    with pytest.raises(RefusedError, match="too many files"):
+        checkpoint_place("hf://owner/name")
+
+
+def test_a_listing_of_the_hub_goes_on_and_waits_for_a_busy_one(
+    hub: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statekit.files.hub._PAUSES", (0.01,))
+    page = f"http://127.0.0.1:{hub.port}/api/models/owner/name/tree/x"
+    row = {"type": "file", "path": "a", "size": 8, "oid": "1"}
+
+    def tree(handler: Any) -> None:
+        asked = [request for request in hub.requests if "/tree/" in request]
+        if len(asked) == 1:
+            handler.answer(503)
+        elif len(asked) == 2:
+            handler.answer(307, Location=page)
+        elif len(asked) == 3:
+            rows = json.dumps([row]).encode()
+            handler.answer(200, rows, Link=f'<{page}>; rel="next"')
+        else:
+            handler.answer(200, json.dumps([{**row, "path": "b"}]).encode())
+
+    hub.instead["tree"] = tree
+    assert [entry.name for entry in listing(checkpoint_place("hf://owner/name"))] == ["a", "b"]
+
+
+@pytest.mark.parametrize("asked", ["info", "tree"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 300_000,
+        b"null",
+        b"1",
+        b"[1]",
+        b"[[]]",
+        b"",
+        b"\xff\xfe",
+        b"[" + b"9" * 5000 + b"]",
+        b'[{"type": "file"}]',
+        b'[{"type": "file", "path": 1, "size": 1, "oid": "a"}]',
+        b'[{"type": "directory", "path": null, "oid": "a"}]',
+        b'[{"type": "file", "path": "a", "size": 1e400, "oid": "a"}]',
+        b'[{"type": "file", "path": "a", "size": 1, "oid": 2}]',
+    ],
+)
+def test_an_odd_answer_of_the_hub_is_an_error_of_ours(body: bytes, asked: str, hub: Served) -> None:
+    hub.instead[asked] = lambda handler: handler.answer(200, body, Content_Type="application/json")
+    with pytest.raises(FormatError):
+        checkpoint_place("hf://owner/name/run")
+
+
+@pytest.mark.parametrize("link", ["http://[", "file:///etc/passwd", "x\u00e9://"])
+def test_a_next_page_that_is_no_address_is_an_error_of_ours(link: str, hub: Served) -> None:
+    hub.instead["tree"] = lambda handler: handler.answer(200, b"[]", Link=f'<{link}>; rel="next"')
+    with pytest.raises(FormatError, match="can't be read"):
+        checkpoint_place("hf://owner/name/run")
 
 
 @pytest.mark.parametrize("commit", [None, "main", "../main"])

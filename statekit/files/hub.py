@@ -1,20 +1,23 @@
 """Reads checkpoints in repositories of the Hugging Face Hub, `hf://owner/name@revision/path`.
 
 The revision is resolved to a commit first, and each read is of that commit. The token is the one that huggingface_hub
-finds itself.
+finds itself. The requests are ours, through the library's session: the library waits for ever, and reads all of an
+answer, of a redirect's and of an error's.
 
 Source: huggingface_hub 1.0, "Interact with the Hub through the Filesystem API" for addresses; `HfApi.repo_info`,
-`HfApi.list_repo_tree`.
+`HfApi.list_repo_tree` and `utils.http_backoff` for requests; huggingface.co/docs/hub/api.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import quote
 
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.ahead import ReadAhead
@@ -24,6 +27,14 @@ _KINDS = {"datasets": "dataset", "models": "model"}
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _MOST_ENTRIES = 200_000
 """Files and folders of a repository; the Hub itself advises at most half as many."""
+_SECONDS, _PART_SECONDS = 60.0, 300.0
+"""How long the Hub may take for its next bytes, and for a whole page of a listing; and for a part of a file."""
+_MOST_BYTES, _MOST_PAGES = 2**24, 1000
+"""Bytes of a page of a listing, which is JSON, and pages of a listing; the Hub sends a thousand entries in each."""
+_BUSY, _PAUSES = (408, 429, 500, 502, 503, 504), (1.0, 2.0, 4.0, 8.0, 8.0)
+"""What the Hub answers when it may answer later, and seconds between requests then."""
+_MOST_ANSWERS = 20
+"""Redirects and answers of a busy Hub to one request."""
 
 
 def in_hub(text: str) -> StoredPlace:
@@ -65,7 +76,7 @@ class HubTree:
 
     def __init__(self, repository: str, kind: str, revision: str | None, text: str) -> None:
         try:
-            from huggingface_hub import HfApi, errors, hf_hub_url, utils
+            from huggingface_hub import constants, errors, hf_hub_url, utils
         except ModuleNotFoundError:
             raise UsageError(
                 "Reading from the Hub needs the library huggingface_hub.",
@@ -75,22 +86,19 @@ class HubTree:
         start = f"hf://{'' if kind == 'model' else f'{kind}s/'}{repository}"
         self.place = f"{start}@{revision}" if revision else start
         self._errors, self._url, self._utils = errors, hf_hub_url, utils
-        self._repository, self._kind, api = repository, kind, HfApi()
+        self._repository, self._kind = repository, kind
         with self._asking(""):
-            self._commit = api.repo_info(repository, repo_type=kind, revision=revision).sha
-            if not _COMMIT.fullmatch(f"{self._commit}"):
-                raise FormatError(
-                    "The Hub names no commit of a revision.", place=self.place, found=f"{self._commit}"
-                )
-            tree = api.list_repo_tree(repository, recursive=True, repo_type=kind, revision=self._commit)
-            entries = list(islice(tree, _MOST_ENTRIES + 1))
-        if len(entries) > _MOST_ENTRIES:
-            raise RefusedError(
-                "A repository has too many files.", place=self.place, expected=f"at most {_MOST_ENTRIES}"
+            utils.validate_repo_id(repository)
+        about = f"{constants.ENDPOINT}/api/{kind}s/{repository}"
+        answer, _ = self._json(f"{about}/revision/{quote(revision, safe='')}" if revision else about)
+        self._commit = answer.get("sha") if isinstance(answer, dict) else None
+        if not _COMMIT.fullmatch(f"{self._commit}"):
+            raise FormatError(
+                "The Hub names no commit of a revision.", place=self.place, found=f"{self._commit}"[:80]
             )
         self._folders: dict[str, dict[str, Facts]] = {"": {}}
-        for entry in entries:
-            facts = self._facts(entry)
+        for row in self._rows(f"{about}/tree/{self._commit}?recursive=true"):
+            facts = self._facts(row)
             folder, _, last = facts.name.rpartition("/")
             self._folders.setdefault(folder, {})[last] = facts
 
@@ -103,34 +111,103 @@ class HubTree:
 
     def read_into(self, facts: Facts, start: int, into: memoryview) -> None:
         address = self._url(self._repository, facts.name, repo_type=self._kind, revision=self._commit)
-        headers = {**self._utils.build_hf_headers(), "Range": f"bytes={start}-{start + len(into) - 1}"}
-        headers["Accept-Encoding"] = "identity"
-        session, data = self._utils.get_session(), bytearray()
-        with (
-            self._asking(facts.name),
-            session.stream("GET", address, headers=headers, follow_redirects=True) as answer,
-        ):
-            if answer.is_error:
-                answer.read()
-            self._utils.hf_raise_for_status(answer)
+        data = bytearray()
+        parts = {"Range": f"bytes={start}-{start + len(into) - 1}"}
+        with self._asking(facts.name), closing(self._answer(address, parts)) as answer:
             is_part = answer.status_code == 206
             before = 0 if is_part else start  # a server that knows no parts sends all from the first byte on
-            for block in answer.iter_raw():
+            for block in self._blocks(answer, _PART_SECONDS):
                 data += block[before:]
                 before = max(before - len(block), 0)
                 if len(data) > len(into):
                     break
         fill(into, memoryview(data if is_part else data[: len(into)]), start, f"{self.place}/{facts.name}")
 
-    def _facts(self, entry: Any) -> Facts:
+    def _rows(self, address: str | None) -> Iterator[Any]:
+        """Yields the rows of a listing, page by page.
+
+        Raises:
+            RefusedError: They are too many.
+        """
+        count = pages = 0
+        while address:
+            page, address = self._json(address)
+            count, pages = count + len(page) if isinstance(page, list) else count, pages + 1
+            if count > _MOST_ENTRIES or pages > _MOST_PAGES:
+                raise RefusedError(
+                    "A repository has too many files.", place=self.place, expected=f"at most {_MOST_ENTRIES}"
+                )
+            yield from page if isinstance(page, list) else [None]
+
+    def _json(self, address: str) -> tuple[Any, str | None]:
+        """Returns what the Hub says at an address, and where it goes on."""
+        data = bytearray()
+        with self._asking(""), closing(self._answer(address, {})) as answer:
+            for block in self._blocks(answer, _SECONDS):
+                data += block
+                if len(data) > _MOST_BYTES:
+                    raise FormatError(
+                        "The Hub's answer is too large.",
+                        place=self.place,
+                        expected=f"at most {_MOST_BYTES} bytes",
+                    )
+            return json.loads(data), answer.links.get("next", {}).get("url")
+
+    def _answer(self, address: str, headers: Mapping[str, str]) -> Any:
+        """Returns an answer of which only the head was read; its body is never compressed.
+
+        Raises:
+            What the library raises for an error, without the text of its body.
+        """
+        session = self._utils.get_session()
+        sent = {**self._utils.build_hf_headers(), **headers, "Accept-Encoding": "identity"}
+        request = session.build_request("GET", address, headers=sent, timeout=_SECONDS)
+        pauses = iter(_PAUSES)
+        for _ in range(_MOST_ANSWERS):
+            answer = session.send(request, stream=True, follow_redirects=False)
+            pause = next(pauses, 0.0) if answer.status_code in _BUSY else 0.0
+            if answer.next_request is None and not pause:
+                break
+            answer.close()
+            time.sleep(pause)
+            request = answer.next_request or request
+        if answer.is_success:
+            return answer
+        answer.close()
+        codes = {name: answer.headers.get(name, "") for name in ("X-Error-Code", "X-Error-Message")}
+        self._utils.hf_raise_for_status(
+            type(answer)(answer.status_code, headers=codes, request=answer.request)
+        )
+        raise FormatError("The Hub can't be read.", place=self.place, found=f"status {answer.status_code}")
+
+    def _blocks(self, answer: Any, seconds: float) -> Iterator[bytes]:
+        """Yields an answer's body as it comes.
+
+        Raises:
+            FormatError: It takes too long.
+        """
+        end = time.monotonic() + seconds
+        for block in answer.iter_raw():
+            if time.monotonic() > end:
+                raise FormatError(
+                    "The Hub's answer doesn't end.",
+                    place=self.place,
+                    expected=f"at most {seconds:.0f} seconds",
+                )
+            yield block
+
+    def _facts(self, row: Any) -> Facts:
         """Returns what the Hub's listing says of a file or folder."""
-        if not hasattr(entry, "size"):
-            return Facts(entry.path, "folder")
-        if type(entry.size) is not int or entry.size < 0:
-            raise FormatError(
-                "The Hub says no size of a file.", place=f"{self.place}/{entry.path}", found=entry.size
-            )
-        return Facts(entry.path, "file", entry.size, f"{self._commit}:{entry.blob_id}")
+        texts = [row.get(key) for key in ("type", "path", "oid")] if isinstance(row, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise FormatError("The Hub can't be read.", place=self.place, found="a row of another form")
+        kind, path, identity = map(str, texts)
+        if kind != "file":
+            return Facts(path, "folder")
+        size = row.get("size")
+        if type(size) is not int or size < 0:
+            raise FormatError("The Hub says no size of a file.", place=f"{self.place}/{path}", found=size)
+        return Facts(path, "file", size, f"{self._commit}:{identity}")
 
     @contextmanager
     def _asking(self, name: str) -> Iterator[None]:
@@ -154,13 +231,7 @@ class HubTree:
             ) from None
         except errors.HFValidationError:
             raise _no_repository(self.place) from None
-        except (
-            errors.HTTPError,
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ) as error:  # what it sent is no answer
+        except Exception as error:  # the session has errors of its own, and what it sent may be no answer
             raise FormatError(
                 "The Hub can't be read.", place=place, found=type(error).__name__, remedy="try again"
             ) from None
