@@ -20,8 +20,14 @@ TAKEN: tuple[KnownFrom, ...] = ("inferred", "assumed")
 """Sources of values that nobody says: what somebody does say outweighs them."""
 Source: TypeAlias = Literal["file", "given", "inferred", "assumed", "unknown"]
 """How a fact is known, the strongest first."""
-OPTIMIZER, BEYOND, SCALED, DIALECT, ORDER = "optimizer", "beyond", "scaled", "class", "order"
-PIECES = "pieces"
+OPTIMIZER, BEYOND, SCALED, DIALECT, ORDER, PIECES = (
+    "optimizer",
+    "beyond",
+    "scaled",
+    "class",
+    "order",
+    "pieces",
+)
 """Names of facts: which optimizer it is, what it does besides its schema's steps, how a map scaled a group, whose class
 has its form, in which order an optimizer numbers its parameters, and that it moved pieces of them."""
 COUNT = "count"

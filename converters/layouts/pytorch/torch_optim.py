@@ -299,7 +299,6 @@ class TorchOptim:
             counts |= _counted(kind, record, path, faults)
             unread |= _unread(kind, record, path)
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
-        groups = _in_pieces(groups, pieces)
         counting = _counting(kind_of, bare)
         done = 0 if counting else native.stated_updates(parts.groups, parts.rest, checkpoint)
         aside = {_INFORMATION: unread, _BY_NAME: _is_by_name(parts), SIDE_BY_SIDE: sides}
