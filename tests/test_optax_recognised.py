@@ -526,6 +526,15 @@ def test_an_optimizer_without_its_parameters_is_named() -> None:
     assert holds is not None and "(opt_state/0) without its parameters" in holds.what
 
 
+def test_slots_in_one_vector_are_named() -> None:
+    """As optax.flatten makes them. Seen red: "without its parameters", which lay beside them."""
+    import optax
+
+    tree = tree_of(*run_of(optax.flatten(optax.adamw(RATE))))
+    holds = contents(Checkpoint("orbax", Path("run"), tree, {}))
+    assert holds is not None and "(opt_state/0) whose slots are one vector of all parameters" in holds.what
+
+
 def test_printed_lines_make_a_chain_as_long_as_the_file_s(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

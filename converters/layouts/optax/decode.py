@@ -298,12 +298,25 @@ def described(checkpoint: Checkpoint) -> Contents | None:
     return Contents(f"a run of Optax, {sentence}", params, slots, others)
 
 
+_ALONE = "without its parameters, which have to be saved beside it"
+
+
+def _of_vectors(cores: Sequence[Link]) -> str:
+    """Returns what there is of slots that are vectors for all parameters together; "" where they are by parameter.
+
+    Source: google-deepmind/optax, optax/transforms/_layouts.py, `flatten`.
+    """
+    slots = [leaf for link in cores for _, tree in link.trees() for keys, leaf in leaves(tree) if not keys]
+    is_flat = any(is_tensor(leaf) and len(leaf.shape) == 1 for leaf in slots)
+    return "whose slots are one vector of all parameters, as optax.flatten makes them: no layout cuts it" * is_flat
+
+
 def _without_params(checkpoint: Checkpoint, cores: Sequence[Link]) -> Contents | None:
     """Returns what a checkpoint holds that has an optimizer and no parameters, as `nnx.state(optimizer)` saves it."""
     if not cores or has_network(tree_of(checkpoint), list(cores), SLOT_TREES):
         return None
     places = ", ".join(dict.fromkeys("/".join(map(str, link.path)) or "the top" for link in cores))
-    sentence = f"an optimizer of Optax ({places}) without its parameters, which have to be saved beside it"
+    sentence = f"an optimizer of Optax ({places}) {_of_vectors(cores) or _ALONE}"
     return Contents(sentence, {}, {}, checkpoint.tensors)
 
 
