@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from torch_files import save, torch_zip
 
+import statekit
 from goldens import GOLDEN, bundles
 from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
+from statekit.attestation.doctor import doctor
 from statekit.budget import Limits
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
@@ -564,3 +566,25 @@ def test_encoding_for_a_container_that_has_all_in_place_changes_nothing() -> Non
     tree = made(DIFFERENT, scheduler={"last_epoch": 1}, trainer_state={"global_step": 9})
     encoded = Encoded(tree, 5)
     assert hf_trainer.CONTAINER.fitted(encoded).tree == tree
+
+
+@pytest.mark.torch
+def test_one_optimizer_may_move_several_models_of_accelerate(tmp_path: Path) -> None:
+    """As a real Accelerator saves two models. Seen red: refused, and doctor called the folder damaged."""
+    import torch
+    from safetensors.torch import save_file
+
+    models = [torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)]
+    optimizer: Any = torch.optim.AdamW([param for model in models for param in model.parameters()])
+    models[1](models[0](torch.ones(3, 4))).square().sum().backward()
+    optimizer.step()
+    (folder := tmp_path / "run").mkdir()
+    for model, name in zip(models, ("model.safetensors", "model_1.safetensors"), strict=True):
+        save_file(model.state_dict(), folder / name)
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    with statekit.open(folder) as opened:
+        assert {*opened.params} == {f"model{end}/{name}" for end in ("", "_1") for name in ("weight", "bias")}
+        slot = opened.state.slots["model_1/weight"]["m"].read()
+    assert np.array_equal(slot, optimizer.state[models[1].weight]["exp_avg"])
+    (examined,) = doctor(folder)
+    assert examined.findings == ()

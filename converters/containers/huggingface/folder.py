@@ -673,6 +673,37 @@ def _untied(model: Any) -> dict[str, Any]:
     return {"model": {name: tensor for name, tensor in model.items() if name not in ties}, TIES: ties}
 
 
+def _several(
+    models: Sequence[Mapping[str, Tensor]], neighbours: Mapping[str, Tree], path: Place
+) -> dict[str, Tree]:
+    """Returns the models of a folder as their optimizers move them: each its own, or one all of them.
+
+    Raises:
+        FormatError: There is another number of optimizers.
+    """
+    optimizers = neighbours.get("optimizers", [])
+    if _moves_more(neighbours.get("optimizer"), models[0]):
+        return {"model": _of_one_optimizer(models)}
+    if len(optimizers) != len(models):
+        raise FormatError(
+            "A folder holds several models, and not an optimizer of each.",
+            place=path,
+            expected=f"{len(models)} optimizers",
+            found=f"{len(optimizers) or int('optimizer' in neighbours)}",
+            remedy="put the files of one into a folder of its own, as model.safetensors and optimizer.bin",
+        )
+    return {"models": [*models]}
+
+
+def _of_one_optimizer(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the tensors of several models that one optimizer moves, each under its file's name: model_1.weight."""
+    return {
+        f"model_{number}.{name}" if number else f"model.{name}": tensor
+        for number, model in enumerate(models)
+        for name, tensor in model.items()
+    }
+
+
 def _model_alone(encoded: Encoded) -> Encoded:
     """Returns a state of weights as a single file holds it: tensors, and further names of some."""
     if "optimizer" in encoded.tree:
@@ -723,15 +754,8 @@ def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Find
             {HALVES: {"model": name, "optimizer": optimizer}} if (optimizer := optimizer_apart(path)) else {}
         )
     neighbour = open_beside(path, taken, files)
-    models, optimizers = tree.get("models", []), neighbour.tree.get("optimizers", [])
-    if models and len(optimizers) != len(models):
-        raise FormatError(
-            "A folder holds several models, and not an optimizer of each.",
-            place=path,
-            expected=f"{len(models)} optimizers",
-            found=f"{len(optimizers) or int('optimizer' in neighbour.tree)}",
-            remedy="put the files of one into a folder of its own, as model.safetensors and optimizer.bin",
-        )
+    if "models" in tree:
+        tree |= _several(tree.pop("models"), neighbour.tree, path)
     moves_more = _moves_more(neighbour.tree.get("optimizer"), tree.get("model", {}))
     if adapters := open_adapters(path, files) if moves_more else {}:
         usual = {adapted_name(name, "default"): tensor for name, tensor in tree.get("model", {}).items()}

@@ -308,7 +308,10 @@ def _of_vectors(cores: Sequence[Link]) -> str:
     """
     slots = [leaf for link in cores for _, tree in link.trees() for keys, leaf in leaves(tree) if not keys]
     is_flat = any(is_tensor(leaf) and len(leaf.shape) == 1 for leaf in slots)
-    return "whose slots are one vector of all parameters, as optax.flatten makes them: no layout cuts it" * is_flat
+    return (
+        "whose slots are one vector of all parameters, as optax.flatten makes them: no layout cuts it"
+        * is_flat
+    )
 
 
 def _without_params(checkpoint: Checkpoint, cores: Sequence[Link]) -> Contents | None:
