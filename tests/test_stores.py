@@ -23,7 +23,7 @@ from statekit.cli.main import main
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.files.objects import Objects
 from statekit.files.source import Files, checkpoint_place, listing, target_place
-from statekit.files.store import asking, opened_store
+from statekit.files.store import ListedTree, asking, opened_store
 from statekit.files.tree import Place
 
 T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
@@ -109,6 +109,18 @@ def test_a_listing_that_never_ends_is_given_up(store: Served, monkeypatch: pytes
     asked = len(store.requests)
     time.sleep(0.2)
     assert len(store.requests) <= asked + 1
+
+
+def test_pages_without_names_are_given_up(store: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statekit.files.store._LISTING_SECONDS", 0.3)
+    store.fault = "endless"
+    objects = bucket("s3")
+    for ask in (
+        lambda: ListedTree(objects.store, "s3://bucket", "gone").names("gone"),
+        lambda: objects.below("gone"),
+    ):
+        with pytest.raises(FormatError, match="doesn't end"):
+            ask()
 
 
 @pytest.mark.parametrize(("fault", "shown"), [("denied", "AWS_ACCESS_KEY_ID"), ("broken", "400 Bad Request")])

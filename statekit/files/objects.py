@@ -12,14 +12,13 @@ from __future__ import annotations
 import io
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
 from typing import Any
 
 from blake3 import blake3
 
 from statekit.errors import CommitError, FormatError, NotFoundError, StatekitError, TargetExistsError
 from statekit.files.manifest import Passing
-from statekit.files.store import asking, facts_of_entry
+from statekit.files.store import asking, facts_of_entry, pages_below
 from statekit.files.tree import Facts
 from statekit.pipeline import each, working
 
@@ -111,11 +110,7 @@ class Objects:
         Raises:
             FormatError: They are more than any target has, or the store never ends its listing.
         """
-        import obstore
-
-        with asking(self.place, name):
-            listing = obstore.list(self.store, name or None, chunk_size=1000)
-            pages = [*islice(listing, _MOST_PAGES + 1)]
+        pages = pages_below(self.store, self.place, name, _MOST_PAGES)
         if len(pages) > _MOST_PAGES:
             raise FormatError(
                 "There are too many objects below this name.",

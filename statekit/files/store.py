@@ -12,9 +12,9 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import Any
@@ -26,7 +26,8 @@ from statekit.files.tree import WORK, Facts, StoredPlace, address_of, copying, f
 _MOST_PAGES, _PAGE = 20, 1000
 """Pages of names that one listing of all below a folder may have; of more, each folder is listed when it is asked."""
 _LISTING_SECONDS = 120.0
-"""How long the listing of one folder may take. A store that always announces another page would never end it."""
+"""How long the listing of one folder may take, and the next thousand names of all below one. A store that always
+announces another page would never end it."""
 _VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_REGION, or AWS_SKIP_SIGNATURE=true of a public bucket",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -167,16 +168,10 @@ class ListedTree:
 
     def _list_all(self) -> bool:
         """Lists all below the top; tells whether that was not too much."""
-        import obstore
-
-        entries: list[Any] = []
-        with asking(self.place, self._top):
-            pages = obstore.list(self._store, self._top or None, chunk_size=_PAGE)
-            for number, page in enumerate(pages, 1):
-                entries += page
-                if number > _MOST_PAGES:
-                    return False
-        for entry in entries:
+        pages = pages_below(self._store, self.place, self._top, _MOST_PAGES)
+        if len(pages) > _MOST_PAGES:
+            return False
+        for entry in (entry for page in pages for entry in page):
             self._note(entry)
         return True
 
@@ -209,7 +204,7 @@ class ListedTree:
         return {fact.name.removeprefix(start): fact for fact in facts if fact.name.startswith(start)}
 
     def _answered(self, folder: str) -> Any:
-        """Returns obstore's listing of a folder, which a loop of its own waits for: the caller's thread may have one.
+        """Returns obstore's listing of a folder.
 
         Raises:
             FormatError: It takes too long.
@@ -220,16 +215,7 @@ class ListedTree:
             listing = obstore.list_with_delimiter_async(self._store, folder or None)
             return await asyncio.wait_for(listing, _LISTING_SECONDS)
 
-        try:
-            with ThreadPoolExecutor(1) as thread:
-                return thread.submit(asyncio.run, listed()).result()
-        except TimeoutError:
-            raise FormatError(
-                "The listing of a folder in a store doesn't end.",
-                place=f"{self.place}/{folder}",
-                expected=f"at most {_LISTING_SECONDS:.0f} seconds",
-                remedy=f"name the checkpoint's own folder, or copy it first: {copying(self.place)}",
-            ) from None
+        return _waited(f"{self.place}/{folder}", listed)
 
     def _way_to_top(self, folder: str) -> dict[str, Facts]:
         import obstore
@@ -244,6 +230,51 @@ class ListedTree:
                 return {first: facts_of_entry(obstore.head(self._store, self._top), self.place)}
         except NotFoundError:
             return {first: Facts(self._top, "folder")}
+
+
+def pages_below(store: Any, place: str, name: str, most: int) -> list[Any]:
+    """Returns pages of the listing of all below a name, of a thousand entries each; one above a limit if they are more.
+
+    Args:
+        store: An object of `obstore.store`.
+        place: Where the bucket begins.
+        name: The name.
+        most: The limit.
+
+    Raises:
+        FormatError: A page takes too long, or the store can't be read.
+        NotFoundError: There is no such bucket.
+    """
+    import obstore
+
+    async def listed() -> list[Any]:
+        pages: list[Any] = []
+        listing = obstore.list(store, name or None, chunk_size=_PAGE)
+        with suppress(StopAsyncIteration):
+            while len(pages) <= most:
+                pages.append(await asyncio.wait_for(listing.__anext__(), _LISTING_SECONDS))
+        return pages
+
+    with asking(place, name):
+        return list(_waited(f"{place}/{name}", listed))
+
+
+def _waited(place: str, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Returns what is waited for, by a loop of its own: the caller's thread may have one.
+
+    Raises:
+        FormatError: It takes too long.
+    """
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: asyncio.run(ask())).result()
+    except TimeoutError:
+        raise FormatError(
+            "The listing of a folder in a store doesn't end.",
+            place=place,
+            expected=f"at most {_LISTING_SECONDS:.0f} seconds",
+            remedy=f"name the checkpoint's own folder, or copy it first: {copying(place)}",
+        ) from None
 
 
 def facts_of_entry(entry: Any, place: str) -> Facts:
