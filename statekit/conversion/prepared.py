@@ -228,9 +228,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             self._check_counts(back)
             # Where nothing else tells, what no optimizer moves is a buffer, as a frozen parameter is.
             stored, meant = (_outline(state) | _buffers(state) for state in (back, self.state))
-            # Of weights, a name alone has the step there, until the manifest says it.
-            is_unsaid = self.state.optimizer.schema == WEIGHTS and not written.is_numbered
-            left = {"step"} if is_unsaid or UPDATES in self.encoded.dropped else set()
+            left = {"step"} if UPDATES in self.encoded.dropped else set()
             faults = Faults(
                 (f"is {stored.get(key)}, meant {meant.get(key)}", key)
                 for key in {**_outline(self.state), **_outline(back)}
