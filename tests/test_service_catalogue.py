@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from html import unescape
 from pathlib import Path
@@ -22,6 +22,7 @@ import pytest
 import torch
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from serving import Served
 from sqlalchemy import event, text
 
 import statekit
@@ -470,6 +471,66 @@ def test_a_damaged_or_unwritable_catalogue_is_a_clear_error(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(StatekitError, match="--data"):
         Ownership(tmp_path / "file" / "data")
+
+
+def _without_tables(path: Path) -> None:
+    with closing(sqlite3.connect(path, timeout=10)) as other:
+        other.executescript("DROP TABLE events; DROP TABLE jobs; DROP TABLE checkpoints;")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: os.truncate(path, 0),
+    "overwritten": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "without tables": _without_tables,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_catalogue_that_is_damaged_while_it_is_served_is_a_clear_error(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Served(tmp_path)
+    assert served.client.get("/readyz").status_code == 200
+    DAMAGES[damage](served.database.path)
+    ready = served.client.get("/readyz")
+    assert ready.status_code == 503 and "The catalogue is damaged." in ready.json()["found"]
+    for address in ("/api/v1/checkpoints", "/api/v1/jobs", "/api/v1/runs", "/api/v1/checkpoints/1"):
+        answer = served.client.get(address)
+        assert (answer.status_code, answer.json()["detail"]) == (503, "The catalogue is damaged."), address
+        assert "backup" in answer.json()["remedy"]
+    page = served.client.get("/", headers={"Accept": "text/html"})
+    assert page.status_code == 503 and "The catalogue is damaged." in page.text
+    asked = served.client.post("/api/v1/jobs", json={"kind": "inspect", "subjects": [1]})
+    assert (asked.status_code, asked.json()["detail"]) == (503, "The catalogue is damaged.")
+    capsys.readouterr()
+    for _ in range(5):
+        assert _tried("scan", served.service.catalogue.scan) is None
+        assert _tried("reap", served.service.jobs.reap) is None
+    logged = capsys.readouterr()
+    assert 1 <= (logged.out + logged.err).count("The catalogue is damaged.") <= 2
+    with pytest.raises(UsageError if damage == "cut" else CorruptError):  # a start makes an empty file anew
+        Database(served.data, migrate=False)
+    served.database.close()
+
+
+def test_text_of_the_catalogue_that_is_none_is_damage(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    with served.database.writing() as connection:
+        connection.exec_driver_sql("UPDATE checkpoints SET path = CAST(x'fffe' AS TEXT)")
+    answer = served.client.get("/api/v1/checkpoints")
+    assert (answer.status_code, answer.json()["detail"]) == (503, "The catalogue is damaged.")
+    served.database.close()
+
+
+@pytest.mark.parametrize("gone", ["file", "folder"])
+def test_a_service_without_its_catalogue_is_not_ready(gone: str, tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    served.database.path.unlink()
+    if gone == "folder":
+        shutil.rmtree(served.data)
+    ready = served.client.get("/readyz")
+    assert ready.status_code == 503 and "The catalogue" in ready.json()["found"]
+    served.database.close()
 
 
 @pytest.mark.parametrize("made", [4, MOST_NODES + 20])

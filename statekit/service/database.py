@@ -49,6 +49,10 @@ BUSY_SECONDS = 30.0
 _IMMEDIATE = "statekit_immediate"
 
 
+class DamagedCatalogueError(CorruptError):
+    """The catalogue can't be read: it was cut, lacks tables, or another file lies in its place."""
+
+
 class Database:
     """An open database of the newest version.
 
@@ -72,6 +76,7 @@ class Database:
         if migrate:
             _make_private(folder)
         self.engine = _engine(self.path)
+        self._file = _file_of(self.path)
         try:
             with _explained(self.path):
                 self._bring_to_newest(migrate)
@@ -84,14 +89,10 @@ class Database:
         with self.reading() as connection:
             check = connection.exec_driver_sql("PRAGMA quick_check").scalar()
             if check != "ok":
-                raise CorruptError(
-                    "The catalogue is damaged.",
-                    place=self.path,
-                    found=check,
-                    remedy="restore it from a backup",
-                )
+                raise _damaged(self.path, check)
             current = MigrationContext.configure(connection).get_current_revision()
         if current == newest:
+            self.check()
             return
         try:
             current is None or _scripts().get_revision(current)
@@ -112,6 +113,22 @@ class Database:
                 remedy="let `statekit serve` bring it up to date",
             )
         self.migrate("head")
+
+    def check(self) -> None:
+        """Looks whether the catalogue lies where it lay and has its tables; it reads no row.
+
+        Raises:
+            DamagedCatalogueError: It doesn't.
+        """
+        with self.reading() as connection:
+            tables = connection.exec_driver_sql(
+                "SELECT name FROM sqlite_schema WHERE type = 'table'"
+            ).scalars()
+            missing = sorted({*METADATA.tables}.difference(tables))
+        if missing:
+            raise _damaged(self.path, f"no table {', '.join(missing)}")
+        if _file_of(self.path) != self._file:
+            raise _damaged(self.path, "another file in its place, or none")
 
     def migrate(self, version: str) -> None:
         """Brings the database to a version, up or down, in one transaction: `head` is the newest, `base` is none."""
@@ -245,10 +262,12 @@ def _explained(place: Path) -> Iterator[None]:
     except (DBAPIError, sqlite3.Error) as error:
         original: Any = error.orig if isinstance(error, DBAPIError) else error
         name = getattr(original, "sqlite_errorname", "") or ""
-        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            raise CorruptError(
-                "The catalogue is damaged.", place=place, found=original, remedy="restore it from a backup"
-            ) from error
+        is_broken = name == "SQLITE_ERROR" and str(original).startswith(("no such ", "table "))
+        is_broken = is_broken or str(original).startswith(
+            "Could not decode"
+        )  # of sqlite3 itself, which names no error
+        if is_broken or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            raise _damaged(place, original) from error
         remedies = {
             "SQLITE_FULL": "make room on the disk; what was there before is there still",
             "SQLITE_BUSY": "close it in whatever other program has it open",
@@ -264,6 +283,23 @@ def _explained(place: Path) -> Iterator[None]:
                     "The catalogue can't be written.", place=place, found=original, remedy=remedy
                 ) from error
         raise
+
+
+def _file_of(path: Path) -> tuple[int, int] | None:
+    """Returns which file lies at a path; None if none does."""
+    with suppress(OSError):
+        facts = path.stat()
+        return facts.st_dev, facts.st_ino
+    return None
+
+
+def _damaged(place: Path, found: object) -> DamagedCatalogueError:
+    return DamagedCatalogueError(
+        "The catalogue is damaged.",
+        place=place,
+        found=found,
+        remedy="end the service, and restore it from a backup",
+    )
 
 
 class Ownership:

@@ -55,6 +55,10 @@ _PRUNE_SECONDS = 3600.0
 _LOOK_SECONDS = 0.5
 _REAP_SECONDS = 2.0
 _FASTEST_RESTART = 1.0
+_FORGET_SECONDS = 60.0
+"""After how long without a problem the log names it again."""
+_PROBLEMS: dict[str, float] = {}
+"""What the log has named, with when it was met last."""
 T = TypeVar("T")
 _LOG = structlog.get_logger("statekit.service")
 
@@ -301,15 +305,27 @@ def _scan(service: Service, doctor_bytes: int = 0) -> None:
 
 
 def _tried(task: str, do: Callable[[], T]) -> T | None:
-    """Does something that may fail without ending the service, as where the disk is full; says it in the log."""
+    """Does something that may fail without ending the service, as where the disk is full; says it in the log once."""
     try:
         return do()
     except (StatekitError, OSError) as error:
         problem = error.line if isinstance(error, StatekitError) else str(error)
-        _LOG.error("failed", what=task, problem=problem)
-    except Exception:  # nobody foresaw it: what is done again and again must go on all the same
-        _LOG.exception("failed", what=task)
+        if _is_news(problem):
+            _LOG.error("failed", what=task, problem=problem)
+    except Exception as error:  # nobody foresaw it: what is done again and again must go on all the same
+        if _is_news(repr(error)):
+            _LOG.exception("failed", what=task)
     return None
+
+
+def _is_news(problem: str) -> bool:
+    """Tells whether a problem is new, or comes again after some time without it."""
+    now = time.monotonic()
+    for before in [before for before, seen in _PROBLEMS.items() if now - seen > _FORGET_SECONDS]:
+        del _PROBLEMS[before]
+    is_new = problem not in _PROBLEMS
+    _PROBLEMS[problem] = now
+    return is_new
 
 
 def _configure_logging() -> None:

@@ -69,10 +69,12 @@ class Service:
         if self.draining.is_set():
             return "it is ending"
         try:
-            with self.database.reading():
-                disk = os.statvfs(self.data)
+            self.database.check()
+            disk = os.statvfs(self.data)
         except StatekitError as error:
             return error.line
+        except OSError as error:
+            return f"the data folder can't be looked at: {error.strerror}"
         if disk.f_flag & os.ST_RDONLY or disk.f_bavail * disk.f_frsize < FREE_BYTES:
             return "the data folder's disk is full, or can't be written to"
         return None

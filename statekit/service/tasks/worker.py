@@ -66,10 +66,12 @@ class Worker:
 
     def work(self) -> None:
         """Does jobs until it is asked to end."""
+        problem = ""
         while self._stopped_at is None:
             try:
                 self._zygote.start()
                 lease = self._jobs.lease(self._holder)
+                problem = ""
                 if lease is not None:
                     self._do(lease)
                     continue
@@ -77,7 +79,9 @@ class Worker:
                 StatekitError,
                 OSError,
             ) as error:  # the database can't be written just now, or no process begun
-                print(error.line if isinstance(error, StatekitError) else error, file=sys.stderr)
+                before, problem = problem, error.line if isinstance(error, StatekitError) else str(error)
+                if problem != before:  # it is met again and again
+                    print(problem, file=sys.stderr)
             time.sleep(IDLE_SECONDS)
         self.close()
 

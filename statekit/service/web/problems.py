@@ -26,11 +26,13 @@ from statekit.errors import (
     UsageError,
     printable,
 )
+from statekit.service.database import DamagedCatalogueError
 
 MEDIA_TYPE = "application/problem+json"
 _STATUS: Mapping[type[StatekitError], HTTPStatus] = {
     UsageError: HTTPStatus.UNPROCESSABLE_ENTITY,
     NotFoundError: HTTPStatus.NOT_FOUND,
+    DamagedCatalogueError: HTTPStatus.SERVICE_UNAVAILABLE,
     FormatError: HTTPStatus.UNPROCESSABLE_ENTITY,
     StateError: HTTPStatus.UNPROCESSABLE_ENTITY,
     InexactError: HTTPStatus.UNPROCESSABLE_ENTITY,
