@@ -262,10 +262,8 @@ def _explained(place: Path) -> Iterator[None]:
     except (DBAPIError, sqlite3.Error) as error:
         original: Any = error.orig if isinstance(error, DBAPIError) else error
         name = getattr(original, "sqlite_errorname", "") or ""
-        is_broken = name == "SQLITE_ERROR" and str(original).startswith(("no such ", "table "))
-        is_broken = is_broken or str(original).startswith(
-            "Could not decode"
-        )  # of sqlite3 itself, which names no error
+        lacks = name == "SQLITE_ERROR" and str(original).startswith(("no such ", "table "))
+        is_broken = lacks or str(original).startswith("Could not decode")  # what isn't UTF-8, without a name
         if is_broken or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             raise _damaged(place, original) from error
         remedies = {
