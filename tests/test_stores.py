@@ -296,6 +296,14 @@ def test_an_answer_of_the_hub_has_an_end(
     assert f"{caught.value.place}".startswith("hf://owner/name") and time.monotonic() - start < 5
 
 
+def test_a_file_that_hangs_is_waited_for_once(hub: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statekit.files.hub._SECONDS", 0.4)
+    hub.instead["resolve"] = hanging
+    with pytest.raises(FormatError, match="can't be read"):
+        statekit.inspect("hf://owner/name/run/a")
+    assert len([request for request in hub.requests if "/resolve/" in request]) == 1
+
+
 @pytest.mark.parametrize("asked", ["info", "tree"])
 def test_an_answer_of_the_hub_has_a_size(asked: str, hub: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.instead[asked] = lambda handler: handler.drip(block=b" " * 2**20)

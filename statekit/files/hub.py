@@ -87,6 +87,7 @@ class HubTree:
         self.place = f"{start}@{revision}" if revision else start
         self._errors, self._url, self._utils = errors, hf_hub_url, utils
         self._repository, self._kind = repository, kind
+        self._failures: dict[str, tuple[float, FormatError]] = {}
         with self._asking(""):
             utils.validate_repo_id(repository)
         about = f"{constants.ENDPOINT}/api/{kind}s/{repository}"
@@ -110,6 +111,16 @@ class HubTree:
         return sorted(self._folders.get(folder, ()))
 
     def read_into(self, facts: Facts, start: int, into: memoryview) -> None:
+        until, failure = self._failures.get(facts.name, (0.0, None))
+        if failure and time.monotonic() < until:
+            raise failure
+        try:
+            self._read_into(facts, start, into)
+        except FormatError as error:  # detection reads a file a dozen times, and each would wait as long
+            self._failures[facts.name] = time.monotonic() + _SECONDS, error
+            raise
+
+    def _read_into(self, facts: Facts, start: int, into: memoryview) -> None:
         address = self._url(self._repository, facts.name, repo_type=self._kind, revision=self._commit)
         data = bytearray()
         parts = {"Range": f"bytes={start}-{start + len(into) - 1}"}
