@@ -29,6 +29,8 @@ _MOST_ENTRIES = 200_000
 """Files and folders of a repository; the Hub itself advises at most half as many."""
 _SECONDS, _PART_SECONDS = 60.0, 300.0
 """How long the Hub may take for its next bytes, and for a whole page of a listing; and for a part of a file."""
+_FAILED_SECONDS = 60.0
+"""How long a file that could not be read is not asked for again."""
 _MOST_BYTES, _MOST_PAGES = 2**24, 1000
 """Bytes of a page of a listing, which is JSON, and pages of a listing; the Hub sends a thousand entries in each."""
 _BUSY, _PAUSES = (408, 429, 500, 502, 503, 504), (1.0, 2.0, 4.0, 8.0, 8.0)
@@ -117,7 +119,7 @@ class HubTree:
         try:
             self._read_into(facts, start, into)
         except FormatError as error:  # detection reads a file a dozen times, and each would wait as long
-            self._failures[facts.name] = time.monotonic() + _SECONDS, error
+            self._failures[facts.name] = time.monotonic() + _FAILED_SECONDS, error
             raise
 
     def _read_into(self, facts: Facts, start: int, into: memoryview) -> None:
