@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from statekit.cli.arguments import local_file, local_files
-from statekit.errors import MissingExtraError, NotFoundError
+from statekit.errors import MissingExtraError, NotFoundError, extra
 
 if TYPE_CHECKING:
     from statekit.service.server import Settings
@@ -136,7 +136,7 @@ def command(
         raise MissingExtraError(
             "The service needs more than statekit itself.",
             found=str(error),
-            remedy="pip install 'statekit[service]'",
+            remedy=extra("service"),
         ) from error
     folder = data or _data_folder()
     if backup is not None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 from statekit import errors
-from statekit.errors import MissingExtraError, NotFoundError, StatekitError, UsageError
+from statekit.errors import MissingExtraError, NotFoundError, StatekitError, UsageError, extra
 from statekit.service.records import (
     ENDED,
     Checkpoint,
@@ -93,9 +93,7 @@ class Client:
         try:
             import httpx2
         except ImportError as error:
-            raise MissingExtraError(
-                "The client needs httpx2.", remedy="pip install 'statekit[service]'"
-            ) from error
+            raise MissingExtraError("The client needs httpx2.", remedy=extra("service")) from error
         stored = _stored(token.expanduser()) if isinstance(token, Path) else token
         self._lost: type[Exception] = httpx2.TransportError
         self._http = httpx2.Client(

@@ -260,6 +260,11 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + more
 
 
+def extra(name: str) -> str:
+    """Returns how the packages of an extra are installed. statekit isn't published: no index has its name for sure."""
+    return f"pip install '.[{name}]' in a clone of statekit"
+
+
 def plural(count: int, name: str) -> str:
     """Returns a number of things.
 

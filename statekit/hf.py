@@ -20,7 +20,7 @@ from statekit.attestation.faults import fault
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import ref_of
 from statekit.conversion.open_state import chosen_container
-from statekit.errors import MissingExtraError
+from statekit.errors import MissingExtraError, extra
 from statekit.state.param_names import NAMES_FILE, saved_names
 from statekit.state.run import TRAINER_ARGUMENTS
 from statekit.tensors.tree import at
@@ -33,9 +33,7 @@ try:
     from statekit.torch.attestation import attest, unwrapped
 except ModuleNotFoundError as error:
     if error.name in ("torch", "transformers"):
-        raise MissingExtraError(
-            "Transformers isn't installed.", found=error, remedy="pip install 'statekit[hf]'"
-        ) from error
+        raise MissingExtraError("Transformers isn't installed.", found=error, remedy=extra("hf")) from error
     raise
 
 __all__ = ["AttestCallback", "NamesCallback", "SealCallback"]

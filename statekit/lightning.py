@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import MissingExtraError
+from statekit.errors import MissingExtraError, extra
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name in ("torch", "lightning"):
         raise MissingExtraError(
-            "Lightning isn't installed.", found=error, remedy="pip install lightning 'statekit[torch]'"
+            "Lightning isn't installed.", found=error, remedy=f"pip install lightning; {extra('torch')}"
         ) from error
     raise
 

@@ -189,13 +189,13 @@ def trial(python: Path, extra: str, work: Path) -> None:
     _run(0, work, statekit, "inspect", "back-to-t5x", "--json")
     brought = BROUGHT.get(extra, {extra})
     for name in {"torch", "jax", "tensorflow"} - brought:
-        assert f"pip install 'statekit[{name}]'" in _run(1, work, python, "-c", f"import statekit.{name}")
+        assert f"pip install '.[{name}]'" in _run(1, work, python, "-c", f"import statekit.{name}")
     for name in IMPORTS if extra == "all" else [extra] if extra else []:
         _run(0, work, python, "-c", IMPORTS[name])
     if extra in ("hf", "all"):
         assert "goes on as T5X did" in _run(0, work, statekit, "demo")
     else:
-        assert "pip install 'statekit[hf]'" in _run(3, work, statekit, "demo")
+        assert "pip install '.[hf]'" in _run(3, work, statekit, "demo")
 
 
 def _run(code: int, folder: Path, *command: str | Path) -> str:

@@ -97,6 +97,6 @@ def test_without_transformers_a_whole_run_isnt_begun(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert demo(tmp_path, None) == FAILED
     shown = capsys.readouterr()
-    assert "statekit[hf]" in shown.err
+    assert ".[hf]" in shown.err
     assert not shown.out
     assert not (tmp_path / "out").exists()

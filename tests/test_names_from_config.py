@@ -207,7 +207,7 @@ def test_without_a_configuration_or_transformers_it_says_so(
 ) -> None:
     folder = changed(runs, tmp_path / "checkpoint-3")
     monkeypatch.setattr("statekit.converters.layouts.pytorch.architecture.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"statekit\[hf\]"):
+    with pytest.raises(MissingExtraError, match=r"\.\[hf\]"):
         statekit.open(folder, names_from="config")
     (folder / "config.json").unlink()
     with pytest.raises(StateError, match=r"config\.json"):

@@ -28,7 +28,7 @@ from statekit.cli.output import Screen, Table
 from statekit.cli.replay_command import BOUND
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import convert, plan
-from statekit.errors import MissingExtraError, NotFoundError, TargetExistsError
+from statekit.errors import MissingExtraError, NotFoundError, TargetExistsError, extra
 from statekit.files.durable import replace_file
 from statekit.maps.model_map import maps_of
 from statekit.optim.adafactor import defaults
@@ -215,7 +215,7 @@ def resume(recording: Recording, checkpoint: Path) -> Iterator[Values]:
     try:
         import statekit.torch
     except ImportError as error:
-        raise MissingExtraError("The demo needs PyTorch.", remedy="pip install 'statekit[torch]'") from error
+        raise MissingExtraError("The demo needs PyTorch.", remedy=extra("torch")) from error
     xp = backend("torch")
     first = (recording.checkpoint_step or 0) + 1
     model = _model(recording.state(first - 1, recording.trajectories[0], first))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.open_state import open_state
-from statekit.errors import MissingExtraError
+from statekit.errors import MissingExtraError, extra
 from statekit.files.safetensors import open_safetensors
 from statekit.files.source import read_small
 from statekit.maps.links import Mapped
@@ -115,9 +115,7 @@ def check_installed() -> None:
         import torch  # noqa: F401  # only whether it is there
         import transformers  # noqa: F401  # as before
     except ImportError as error:
-        raise MissingExtraError(
-            "The demo needs PyTorch and Transformers.", remedy="pip install 'statekit[hf]'"
-        ) from error
+        raise MissingExtraError("The demo needs PyTorch and Transformers.", remedy=extra("hf")) from error
 
 
 def go_on(run: Run, folder: Path) -> Iterator[tuple[str, Continued]]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from statekit.errors import MissingExtraError, NotFoundError, UsageError
+from statekit.errors import MissingExtraError, NotFoundError, UsageError, extra
 from statekit.tensors.tensor import DTYPES, Array
 
 Value: TypeAlias = Any
@@ -254,9 +254,7 @@ def backend(name: str, device: str | None = None) -> Backend:
     if name not in _BACKENDS:
         raise NotFoundError("There is no such backend.", expected=", ".join(_BACKENDS), found=name)
     if importlib.util.find_spec(name) is None:
-        raise MissingExtraError(
-            f"The backend {name} isn't installed.", remedy=f"pip install 'statekit[{name}]'"
-        )
+        raise MissingExtraError(f"The backend {name} isn't installed.", remedy=extra(name))
     module, _, kind = _BACKENDS[name].partition(":")
     options = () if device is None else (device,)
     return cast(Backend, getattr(importlib.import_module(module), kind)(*options))

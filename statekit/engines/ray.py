@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import MissingExtraError, StatekitError
+from statekit.errors import MissingExtraError, StatekitError, extra
 from statekit.scale.engine import Outcome, Pool
 from statekit.scale.tasks import MEMORY
 from statekit.scale.work import Work
@@ -53,9 +53,7 @@ class Ray:
         try:
             import ray
         except ImportError:
-            raise MissingExtraError(
-                "Ray isn't installed.", place="--on ray", remedy="pip install 'statekit[ray]'"
-            ) from None
+            raise MissingExtraError("Ray isn't installed.", place="--on ray", remedy=extra("ray")) from None
         return _RayPool(ray, self, work)
 
 

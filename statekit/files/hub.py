@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError, extra
 from statekit.files.ahead import ReadAhead
 from statekit.files.tree import Facts, StoredPlace, address_of, copying, fill
 
@@ -83,7 +83,7 @@ class HubTree:
             raise UsageError(
                 "Reading from the Hub needs the library huggingface_hub.",
                 place=text,
-                remedy=f"pip install 'statekit[remote]', or copy it first: {copying(text)}",
+                remedy=f"{extra('remote')}, or copy it first: {copying(text)}",
             ) from None
         start = f"hf://{'' if kind == 'model' else f'{kind}s/'}{repository}"
         self.place = f"{start}@{revision}" if revision else start

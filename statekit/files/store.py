@@ -19,7 +19,15 @@ from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import Any
 
-from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError, printable
+from statekit.errors import (
+    CorruptError,
+    FormatError,
+    NotFoundError,
+    StatekitError,
+    UsageError,
+    extra,
+    printable,
+)
 from statekit.files.ahead import ReadAhead
 from statekit.files.tree import WORK, Facts, StoredPlace, address_of, copying, fill
 
@@ -73,7 +81,7 @@ def opened_store(scheme: str, bucket: str, text: str) -> Any:
         raise UsageError(
             "Object stores need the library obstore.",
             place=text,
-            remedy=f"pip install 'statekit[remote]', or copy it first: {copying(text)}",
+            remedy=f"{extra('remote')}, or copy it first: {copying(text)}",
         ) from None
     endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))), "")
     options: dict[str, Any] = {

@@ -4,7 +4,7 @@
 and a state that continue where T5X, icefall, MXNet, Optax, PyTorch or Keras stopped.
 """
 
-from statekit.errors import MissingExtraError
+from statekit.errors import MissingExtraError, extra
 
 try:
     from statekit.attestation.each_save import SealsEachSave
@@ -23,9 +23,7 @@ try:
     from statekit.jax.step_attestation import attested_step
 except ModuleNotFoundError as error:
     if error.name in ("jax", "optax"):
-        raise MissingExtraError(
-            "JAX isn't installed.", found=error, remedy="pip install 'statekit[jax]'"
-        ) from error
+        raise MissingExtraError("JAX isn't installed.", found=error, remedy=extra("jax")) from error
     raise
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statekit.errors import MissingExtraError, UsageError
+from statekit.errors import MissingExtraError, UsageError, extra
 
 
 def require_tensorflow() -> None:
@@ -17,7 +17,7 @@ def require_tensorflow() -> None:
         import tensorflow  # noqa: F401  # only whether it is there
     except ImportError as error:
         raise MissingExtraError(
-            "TensorFlow isn't installed.", found=error, remedy="pip install 'statekit[tensorflow]'"
+            "TensorFlow isn't installed.", found=error, remedy=extra("tensorflow")
         ) from error
     if keras.backend.backend() != "tensorflow":
         raise UsageError(

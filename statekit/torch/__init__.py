@@ -11,7 +11,7 @@ optimizer = statekit.torch.load_optimizer("checkpoint_1000000", model.named_para
 
 import sys
 
-from statekit.errors import MissingExtraError
+from statekit.errors import MissingExtraError, extra
 
 try:
     from statekit.torch import optimizers
@@ -22,9 +22,7 @@ try:
     from statekit.torch.step_attestation import attested_step
 except ModuleNotFoundError as error:
     if error.name == "torch":
-        raise MissingExtraError(
-            "PyTorch isn't installed.", found=error, remedy="pip install 'statekit[torch]'"
-        ) from error
+        raise MissingExtraError("PyTorch isn't installed.", found=error, remedy=extra("torch")) from error
     raise
 
 for _module in ("adafactor", "adamw", "lamb", "lans", "scaled_adam"):

@@ -24,7 +24,7 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from statekit.errors import FormatError, MissingExtraError, StateError
+from statekit.errors import FormatError, MissingExtraError, StateError, extra
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.param_names import NAMES_FILE, as_named, saved_names, saved_pieces
 from statekit.tensors.tensor import Shape, Tensor
@@ -276,9 +276,9 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
         if find_spec(name) is None:
             raise MissingExtraError(
                 "Names by a model's configuration need transformers.",
-                expected="statekit[hf]",
+                expected="statekit with its extra hf",
                 found=f"{name} isn't installed",
-                remedy="pip install 'statekit[hf]', or give the names: --param-names FILE",
+                remedy=f"{extra('hf')}, or give the names: --param-names FILE",
             )
     try:
         record = _built(json.dumps(_without_kernels(document)))
