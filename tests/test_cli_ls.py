@@ -124,7 +124,7 @@ def test_a_file_that_no_layout_decodes_says_why(tmp_path: Path, capsys: pytest.C
     why = {run["path"]: run["checkpoints"][0]["why"] for run in runs}
     resumable = {run["path"]: run["checkpoints"][0]["resumable"] for run in runs}
     assert resumable == {"a.pt": False, "b.pt": False, "c.pt": True}  # torch itself goes on by numbers
-    assert "an optimizer, but no weights" in why["a.pt"] and "holds no tensor" in why["b.pt"]
+    assert "lacks weights of parameters" in why["a.pt"] and "holds no tensor" in why["b.pt"]
     assert (
         "don't tell which parameters" in why["c.pt"]
         and "1 in the optimizer, 2 in the model" in why["c.pt"]

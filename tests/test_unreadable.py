@@ -145,7 +145,7 @@ def test_folders_are_listed_in_one_place() -> None:
     }
     assert calls == {
         "statekit/conversion/registry.py": ["scandir"],  # a glance, which decides nothing
-        "statekit/files/durable.py": ["iterdir", "iterdir", "listdir"],
+        "statekit/files/durable.py": ["iterdir", "listdir", "listdir"],
         "statekit/files/source.py": ["listdir", "walk"],
         "statekit/files/homes.py": ["iterdir"],  # of a target, which counts as full then
     }

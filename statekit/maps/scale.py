@@ -154,7 +154,12 @@ def _alike(group: Group, other: Group) -> bool:
     pairs = [(group.hyperparameters.get(name), value) for name, value in other.hyperparameters.items()]
     if group.slots or len(pairs) != len(group.hyperparameters) or not all(_same(*pair) for pair in pairs):
         return False
-    return replace(group, paths=()) == replace(other, paths=(), hyperparameters=group.hyperparameters)
+    bare, other_bare = (
+        # What a file said before the user said something else moves nothing.
+        replace(member, paths=(), facts=tuple(fact for fact in member.facts if not fact.is_against_file))
+        for member in (group, replace(other, hyperparameters=group.hyperparameters))
+    )
+    return bare == other_bare
 
 
 def _same(value: Any, other: Any) -> bool:
