@@ -494,7 +494,6 @@ _FURTHER_SUFFIXES = (".ckpt", ".pth", ".msgpack")
 """Ends of names, beside those that containers give their files, by which a file says that it is a checkpoint."""
 
 
-@cache
 def checkpoint_suffixes() -> tuple[str, ...]:
     """Returns the ends of names by which a file says that it is a checkpoint."""
     suffixes = (end for name in container_names() for end in container_card(name).suffixes)
