@@ -49,7 +49,7 @@ _HALF = re.compile(
 _RANK = re.compile(
     r"(.*?)(?:_world_size_(\d{1,6}))?[-_.]?rank[-_]?(\d{1,6})((?:[-_.](?!.*rank).*)?)\.(?:pt|pth|ckpt|bin|th)"
 )
-"""Name of a rank's file: what it holds, the number of ranks where it says so, the rank, and what it holds again."""
+"""Name of a rank's file; its groups are the part before the rank, the number of ranks, the rank, the part behind."""
 _OF_AN_AXIS = re.compile(r"(?:^|_)(?:mp|pp|tp|dp|ep)$")
 """End of what stands before the rank in names of DeepSpeed's files, which mp_rank_00_model_states.pt is one of."""
 _OTHERS = frozenset({"extra_state", "rng", "rng_state", "random_states"})

@@ -95,7 +95,7 @@ _OTHER_RANK, _OTHER_RANKS = "looks like another rank's file", "look like other r
 _LEVELS = 6
 """Levels of a state's extra that are looked at."""
 _OPENED, _OPENED_BESIDE = 16, 4
-"""Files that are opened at most, where their names don't tell what they are: of a folder, and beside a single file."""
+"""How many files of unknown names are opened at most: in a folder of weights, and beside a single file."""
 _RECORD = frozenset({"state", "param_groups"})
 """Keys of an optimizer's state_dict. Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`."""
 

@@ -490,7 +490,7 @@ def _by_step(path: Place) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-_FURTHER_SUFFIXES = (".ckpt", ".pth", ".msgpack")
+_FURTHER_SUFFIXES = (".msgpack",)
 """Ends of names, beside those that containers give their files, by which a file says that it is a checkpoint."""
 
 

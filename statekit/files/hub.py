@@ -167,7 +167,7 @@ class HubTree:
             return json.loads(data), answer.links.get("next", {}).get("url")
 
     def _answer(self, address: str, headers: Mapping[str, str]) -> Any:
-        """Returns an answer of which only the head was read; its body is never compressed.
+        """Returns an answer whose head alone was read. The request asks for an uncompressed body.
 
         Raises:
             What the library raises for an error, without the text of its body.

@@ -63,7 +63,7 @@ def _constant(rates: Sequence[Any]) -> dict[str, Any] | str:
 
 
 def _in_samples(schedule: Mapping[str, Any], decay: float, batch: int, updates: int) -> dict[str, Any]:
-    """Returns the record of a schedule of updates, each of which has so many samples."""
+    """Returns a schedule of updates as Megatron's record, which counts samples: so many for each update."""
     rates = {key: schedule[key] for key in ("max_lr", "min_lr", "lr_decay_style")}
     steps = {key: schedule[key] * batch for key in ("lr_warmup_steps", "lr_decay_steps")}
     decays = {"start_wd": decay, "end_wd": decay, "wd_incr_steps": 1, "wd_incr_style": "constant"}

@@ -44,7 +44,7 @@ class Bound(NamedTuple):
     """What an argument of a call must be, or mustn't.
 
     Attributes:
-        word: Which half of which argument, counted from the first one's lower half.
+        word: Number of a 32-bit half of the arguments; 0 is the lower half of the first argument, 1 its upper half.
         values: What it is compared with.
         mask: The bits that count.
         allows: Whether the call is allowed with these values, or with all others.
