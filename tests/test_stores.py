@@ -215,7 +215,7 @@ def test_the_hub_is_read_at_the_commit_that_a_revision_names(tmp_path: Path) -> 
                 "statekit",
                 *words,
             ]  # the library reads the endpoint when it is imported
-            home = {"HF_HOME": f"{tmp_path}", "HF_ENDPOINT": address, "HF_TOKEN": SECRET}
+            home = {"HF_HOME": f"{tmp_path}", "HF_ENDPOINT": address, "HF_TOKEN": SECRET, "HF_HUB_OFFLINE": "0"}
             return subprocess.run(
                 command, capture_output=True, text=True, env={**os.environ, **home}, check=False
             )
@@ -247,6 +247,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     pytest.importorskip("huggingface_hub")
     with serving("hub", {"run/a": b"12345678" * 2**17}) as (address, served):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # whatever the machine says
         template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
         yield served

@@ -53,6 +53,7 @@ def remote(
             from huggingface_hub import constants
 
             monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # whatever the machine says
             monkeypatch.setattr(
                 constants,
                 "HUGGINGFACE_CO_URL_TEMPLATE",
