@@ -215,7 +215,12 @@ def test_the_hub_is_read_at_the_commit_that_a_revision_names(tmp_path: Path) -> 
                 "statekit",
                 *words,
             ]  # the library reads the endpoint when it is imported
-            home = {"HF_HOME": f"{tmp_path}", "HF_ENDPOINT": address, "HF_TOKEN": SECRET, "HF_HUB_OFFLINE": "0"}
+            home = {
+                "HF_HOME": f"{tmp_path}",
+                "HF_ENDPOINT": address,
+                "HF_TOKEN": SECRET,
+                "HF_HUB_OFFLINE": "0",
+            }
             return subprocess.run(
                 command, capture_output=True, text=True, env={**os.environ, **home}, check=False
             )
@@ -230,6 +235,13 @@ def test_the_hub_is_read_at_the_commit_that_a_revision_names(tmp_path: Path) -> 
         assert dict(ours.state.params).keys() == dict(theirs.state.params).keys()
         for name, tensor in ours.state.params.items():
             assert np.array_equal(np.asarray(tensor.read()), np.asarray(theirs.state.params[name].read()))
+
+
+def test_a_process_that_is_offline_says_so(hub: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FormatError, match="offline") as caught:
+        statekit.inspect("hf://owner/name@main/run")
+    assert "unset both" in f"{caught.value}" and not hub.requests
 
 
 @pytest.mark.parametrize(

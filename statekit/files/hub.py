@@ -244,6 +244,13 @@ class HubTree:
             ) from None
         except errors.HFValidationError:
             raise _no_repository(self.place) from None
+        except errors.OfflineModeIsEnabled:
+            raise FormatError(
+                "The Hub isn't asked: this process is offline.",
+                place=place,
+                found="HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE",
+                remedy="unset both, or give a folder of this machine",
+            ) from None
         except Exception as error:  # the session has errors of its own, and what it sent may be no answer
             raise FormatError(
                 "The Hub can't be read.", place=place, found=type(error).__name__, remedy="try again"
