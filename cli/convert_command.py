@@ -315,11 +315,7 @@ def command(
 
 
 def _check_on(replaces: bool, threads: int | None) -> None:
-    """Refuses options that many workers don't have.
-
-    Raises:
-        UsageError: Names them.
-    """
+    """Refuses options that many workers don't have."""
     if replaces or threads is not None:
         raise UsageError(
             "Many workers write a new target, each with threads of its own.",
@@ -330,11 +326,7 @@ def _check_on(replaces: bool, threads: int | None) -> None:
 
 
 def _check_proof(changes: Changes | None, dry_run: bool, proves: bool, certificate: Path | None) -> None:
-    """Refuses options of a proof that can't be made.
-
-    Raises:
-        UsageError: There is nothing to prove, or `--verify` can't prove what is asked for.
-    """
+    """Refuses options of a proof that can't be made."""
     if (dry_run and proves) or (certificate is not None and not proves):
         raise click.UsageError("--certificate needs --verify, and --verify needs a written target.")
     if proves and changes is not None and (changes.state_only or changes.init_missing is not None):

@@ -233,11 +233,7 @@ _IN_CERTIFICATE = (
 
 
 def _refuse_said_again() -> None:
-    """Refuses what was said beside --repeat and is said by the certificate.
-
-    Raises:
-        UsageError: Names every such option.
-    """
+    """Refuses what was said beside --repeat and is said by the certificate."""
     context = click.get_current_context()
     options = [
         param.opts[0]

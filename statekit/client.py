@@ -361,11 +361,7 @@ class Client:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> httpx2.Response:
-        """Sends a request, again if no answer comes: each does the same when it is done twice.
-
-        Raises:
-            StatekitError: The answer says so, or none comes.
-        """
+        """Sends a request, again if no answer comes: each does the same when it is done twice."""
         for left in reversed(range(TRIES)):
             try:
                 answer = self._http.request(method, path, json=body, params=params, headers=headers)
@@ -428,11 +424,7 @@ def _events(lines: Iterator[str]) -> Iterator[Event]:
 
 
 def _check(answer: httpx2.Response) -> None:
-    """Raises the error that an answer is.
-
-    Raises:
-        StatekitError: It is one.
-    """
+    """Raises the error that an answer is."""
     if answer.is_success:
         return
     answer.read()

@@ -135,11 +135,7 @@ def _is_there(path: Place) -> bool:
 
 
 def _of_step(numbered: Mapping[int, Place], step: int, folder: Place) -> Pair:
-    """Returns the files of one step.
-
-    Raises:
-        NotFoundError: There is no such step.
-    """
+    """Returns the files of one step."""
     if step not in numbered:
         raise NotFoundError(
             "There is no such step in the folder.",
@@ -168,12 +164,7 @@ def _in_folder(folder: Place, step: int | None) -> Pair:
 def _without_numbers(
     folder: Place, states: Sequence[Place], params: Sequence[Place], pairs: Sequence[Place]
 ) -> Pair:
-    """Returns the pair of a folder whose names don't tell steps.
-
-    Raises:
-        NotFoundError: There are no such files.
-        FormatError: Several may be meant.
-    """
+    """Returns the pair of a folder whose names don't tell steps."""
     if not states and not params:
         raise NotFoundError("The folder has no files of MXNet.", place=folder, expected=f"*{STATES}")
     if not states:
@@ -246,11 +237,7 @@ def _beside(chosen: Place, every: Iterable[Place], why: str) -> str:
 
 
 def _fitting(states: Place, candidates: Iterable[Place]) -> list[Place]:
-    """Returns the parameters that have just the shapes of the states, or, if none has, those that have more.
-
-    Raises:
-        NotFoundError: None has them.
-    """
+    """Returns the parameters that have just the shapes of the states, or, if none has, those that have more."""
     with Files() as files:
         moved = Counter(map(_shape, read_states(files.source(states)).states.values()))
     del moved[None]
@@ -338,11 +325,7 @@ def _only(
     better: Callable[[Place], bool],
     partner: Place | None = None,
 ) -> Place:
-    """Returns the only file, or the only one of those that are better than the others.
-
-    Raises:
-        NotFoundError: There are several; `partner` is what each of them would be read with.
-    """
+    """Returns the only file, or the only one of those that are better than the others."""
     every = list(candidates)
     best = every if len(every) == 1 else [p for p in every if better(p)]
     if len(best) != 1:

@@ -144,11 +144,7 @@ class _Shards:
         return self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{self.count:05d}")
 
     def file(self, shard: int) -> File:
-        """Returns a data file.
-
-        Raises:
-            CorruptError: It is missing, or the index speaks of more files than there are.
-        """
+        """Returns a data file."""
         if shard >= self.count:
             raise CorruptError(
                 "An index speaks of a data file that there isn't.", place=self._prefix, found=shard

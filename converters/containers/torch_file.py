@@ -228,11 +228,7 @@ _NAME = re.compile(r"^optimizer:[ \t]*\n(?:[ \t]+.*\n)*?[ \t]+name:[ \t]*[\"']?(
 
 
 def _open_halves(folder: Place, halves: Halves, files: Files) -> Checkpoint:
-    """Opens a model's file and its optimizer's as one checkpoint, with the files that stand beside them.
-
-    Raises:
-        FormatError: As `TorchFile.open`.
-    """
+    """Opens a model's file and its optimizer's as one checkpoint, with the files that stand beside them."""
     names = _names_of(folder, halves)
     opened = {part: open_torch(folder / name, files) for part, name in names.items()}
     steps = {STEPS: [*halves.steps]} if halves.steps else {}
@@ -288,13 +284,7 @@ def _is_of_optimizer(tree: Tree) -> bool:
 
 
 def _open_ranks(folder: Place, ranks: Ranks, files: Files) -> Checkpoint:
-    """Opens the files of all ranks as one checkpoint.
-
-    Raises:
-        NotFoundError: A rank's file is missing.
-        RefusedError: Nothing tells which part of a parameter a rank's optimizer has.
-        FormatError: Ranks contradict each other, or as `TorchFile.open`.
-    """
+    """Opens the files of all ranks as one checkpoint."""
     from statekit.converters.formats.pytorch.dtensors import has_parts, joined, refuse_flat, refuse_local
 
     if ranks.lacking:

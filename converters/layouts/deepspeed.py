@@ -123,11 +123,7 @@ def _has_numbers(checkpoint: Checkpoint) -> bool:
 
 
 def _with_names(checkpoint: Checkpoint, hints: CheckpointRef) -> tuple[Checkpoint, Order]:
-    """Returns a checkpoint whose optimizer names its parameters, and what the names of a run without ZeRO rest on.
-
-    Raises:
-        NamesError: Nothing tells them.
-    """
+    """Returns a checkpoint whose optimizer names its parameters, and what the names of a run without ZeRO rest on."""
     tree: Any = checkpoint.tree
     if not _has_numbers(checkpoint):
         typed(tree, Tree, checkpoint.path, "The checkpoint has no optimizer of DeepSpeed", StateError)
@@ -273,11 +269,7 @@ def _begun_masters(place: Keys, names: Sequence[str]) -> dict[str, tuple[Exactne
 
 
 def _refuse_uneven(state: TrainState) -> None:
-    """Refuses parameters whose counts aren't the run's: ranks share flat vectors, which have one count.
-
-    Raises:
-        InexactError: Names them.
-    """
+    """Refuses parameters whose counts aren't the run's: ranks share flat vectors, which have one count."""
     uneven = [f"{path}: {count}" for path, count in state.counts.behind.items()]
     moved = list(state.optimizer.paths)
     uneven += [

@@ -138,11 +138,7 @@ def doctor(
 
 
 def _faults_of(names: Collection[str]) -> frozenset[str]:
-    """Returns the faults that names mean, of this version or the one before.
-
-    Raises:
-        UsageError: There is no finding of that name.
-    """
+    """Returns the faults that names mean, of this version or the one before."""
     faults = frozenset(FORMER_NAMES.get(name, name) for name in names)
     for name in sorted(faults - {*FILE_FAULTS}):
         raise UsageError(
@@ -234,11 +230,7 @@ def _follows(earlier: Step, now: Step, before: int | None, number: int | None) -
 
 
 def _of_no_names(place: CheckpointAt, error: NamesError, on_tensor: OnTensor) -> Examination:
-    """Returns what is told of a checkpoint whose optimizer numbers its parameters, and nobody knows which they are.
-
-    Raises:
-        NamesError: That error: its layout tells nothing without names.
-    """
+    """Returns what is told of a checkpoint whose optimizer numbers its parameters, and nobody knows which they are."""
     with place.opened() as checkpoint:
         contents = registry.contents(checkpoint)
         if contents is None or contents.unnamed is None:
@@ -251,11 +243,7 @@ def _of_no_names(place: CheckpointAt, error: NamesError, on_tensor: OnTensor) ->
 def _of_unknown(
     place: CheckpointAt, error: UnknownFormatError | NamesError, on_tensor: OnTensor
 ) -> Examination:
-    """Returns what is told of a checkpoint whose optimizer no schema has: whether its values are finite.
-
-    Raises:
-        UnknownFormatError, NamesError: That error: nothing is known of what the checkpoint holds.
-    """
+    """Returns what is told of a checkpoint whose optimizer no schema has: whether its values are finite."""
     with place.opened(place.ref.job_budget()) as checkpoint:
         contents = registry.contents(checkpoint)
         if contents is None or not contents.params:
@@ -273,11 +261,7 @@ def _of_unknown(
 
 
 def _of_no_state(place: CheckpointAt, error: StatekitError) -> tuple[Finding, ...]:
-    """Returns why a checkpoint makes no state: damage, or values that no optimizer would save.
-
-    Raises:
-        StatekitError: That error: what the checkpoint leaves open the user may know, or nothing is known of it.
-    """
+    """Returns why a checkpoint makes no state: damage, or values that no optimizer would save."""
     if "--" in error.remedy or isinstance(
         error, RefusedError
     ):  # an option is the remedy, or nothing may be read

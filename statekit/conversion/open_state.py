@@ -286,11 +286,7 @@ def _decoded(
 def _named_near(
     layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef, error: NamesError
 ) -> TrainState | None:
-    """Returns the state with names from what lies beside the checkpoint's weights; None if that has none.
-
-    Raises:
-        NamesError: The names aren't told there either; says why.
-    """
+    """Returns the state with names from what lies beside the checkpoint's weights; None if that has none."""
     if hints.names_from is not None or not isinstance(layout, FindsNames):
         return None
     way = layout.names_are_near(checkpoint)

@@ -175,22 +175,14 @@ class Prepared(AbstractContextManager["Prepared"]):
             raise self._unfit(reason) from error
 
     def _check_told(self, written: Checkpoint) -> None:
-        """Refuses names that tell no layout what they mean; another than the target's may have the same.
-
-        Raises:
-            InexactError: They don't.
-        """
+        """Refuses names that tell no layout what they mean; another than the target's may have the same."""
         try:
             registry.detect_layout(written)
         except UnknownFormatError as error:
             raise self._unfit(error.line) from error
 
     def _check_counts(self, back: TrainState) -> None:
-        """Refuses a target that has lost counts of parameters by themselves, unless the change of the rule says so.
-
-        Raises:
-            InexactError: Names them.
-        """
+        """Refuses a target that has lost counts of parameters by themselves, unless the change of the rule says so."""
         if self.rule_change is not None and any(
             difference.what == _COUNTED for difference in self.rule_change.differences
         ):
@@ -355,12 +347,7 @@ def _losses(opened: OpenState, state: TrainState, card: LayoutCard) -> Iterator[
 def _layout_for(
     container: Container, state: TrainState, opened: OpenState, request: Request, implied: str | None
 ) -> tuple[LayoutCard, dict[str, str], TrainState]:
-    """Returns the target's layout, why others before it don't go on, and the state with the rates that it stores.
-
-    Raises:
-        UnknownRuleError: The user must say which optimizer it is, or what the layout would fill in.
-        InexactError: The run does more than its optimizer's steps.
-    """
+    """Returns the target's layout, why others before it don't go on, and the state with the rates that it stores."""
     name = _layout_of(request, implied)
     cards = layouts_for(container, state.optimizer.kinds, name, opened.layout)
     paced = _with_rates(state)
@@ -578,11 +565,7 @@ def _apart_error(target: str, place: str | None, counts: Counts) -> InexactError
 def _with_schedule(
     encoded: Encoded, cards: tuple[LayoutCard, ContainerCard], opened: OpenState, state: TrainState
 ) -> Encoded:
-    """Returns an encoded state that says where its schedule stands, or why its files don't.
-
-    Raises:
-        InexactError: Schedule and updates were set apart, as was asked, and the target has no place for that.
-    """
+    """Returns an encoded state that says where its schedule stands, or why its files don't."""
     layout, container = cards
     target = f"layout {layout.name}, container {container.name}"
     apart = state.counts.schedule - state.counts.updates

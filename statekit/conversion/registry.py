@@ -385,12 +385,7 @@ def fits(container: Container, path: Place) -> Evidence | None:
 
 
 def _check_readable(path: Place) -> None:
-    """Reads a byte of a file, or of the first files of a folder, none of which fits a format.
-
-    Raises:
-        FormatError: One may not be read, so that nobody can tell.
-        RefusedError: It is a pipe, a socket or a device.
-    """
+    """Reads a byte of a file, or of the first files of a folder, none of which fits a format."""
     below = (top / name for top, _, names in walked(path) for name in names)
     files = (file for file in below if file.is_file()) if path.is_dir() else iter([path])
     for file in islice(files, MOST_ENTRIES):
@@ -406,9 +401,6 @@ def _check_named(path: Place) -> None:
 
     Source: stanford-crfm/levanter src/levanter/tensorstore_serialization.py; patrick-kidger/equinox
     equinox/_serialisation.py, `tree_serialise_leaves`.
-
-    Raises:
-        UnknownFormatError: It is such a folder of zarr arrays, or a file of NumPy's arrays.
     """
     remedy = "load it with the program that wrote it, and save the state by Orbax or as Flax' msgpack"
     if not path.is_dir() and first_bytes(path, len(_NPY)) == _NPY:
@@ -429,11 +421,7 @@ def _check_named(path: Place) -> None:
 
 
 def _check_filled(path: Place) -> None:
-    """Refuses a file without a byte, and a folder in which no file has one: no container can tell what it was.
-
-    Raises:
-        UnknownFormatError: It is empty.
-    """
+    """Refuses a file without a byte, and a folder in which no file has one: no container can tell what it was."""
     below = (top / name for top, _, names in walked(path) for name in names)
     files = list(islice(below, MOST_ENTRIES)) if path.is_dir() else [path]
     if any(size_of(file) for file in files):
@@ -607,11 +595,7 @@ def contents(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Cont
 
 
 def _check_hints(layout: Layout, hints: CheckpointRef) -> None:
-    """Refuses a variant that no schema of the layout has, and names from where the layout doesn't look.
-
-    Raises:
-        UsageError: A hint is one of these.
-    """
+    """Refuses a variant that no schema of the layout has, and names from where the layout doesn't look."""
     if hints.variant is not None:
         variants = [variant for schema in layout.variants for variant in load_schema(schema).variants]
         for variant in hints.variants.values():

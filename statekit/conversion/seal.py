@@ -129,11 +129,7 @@ def seal(
 
 
 def _check_names(places: Iterable[CheckpointAt], renew: Collection[str]) -> None:
-    """Refuses names that are no file of any checkpoint, there or stated, so that none of them is passed over.
-
-    Raises:
-        UsageError: Lists them.
-    """
+    """Refuses names that are no file of any checkpoint, there or stated, so that none of them is passed over."""
     names: set[str] = set()
     for place in places:
         with place.opened() as checkpoint:
@@ -183,11 +179,7 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
 
 
 def _check_names_fit(paths: Iterable[Place], base: Place) -> None:
-    """Refuses files whose names no manifest may have, as it would be refused with them when it is read.
-
-    Raises:
-        RefusedError: Lists them.
-    """
+    """Refuses files whose names no manifest may have, as it would be refused with them when it is read."""
     names = [_name(path, base) for path in paths]
     Faults(
         ("has a colon, a backslash, or bytes that are no text", printable(name))
@@ -251,11 +243,7 @@ def _changed_inside(checkpoint: Checkpoint, proof: Proof, budget: Budget) -> lis
 
 
 def _check_renewed(checkpoint: Checkpoint, changed: Sequence[FileFault], renew: Collection[str]) -> None:
-    """Refuses to take files as they are now that may be damaged, unless the user has named them.
-
-    Raises:
-        CorruptError: Lists them.
-    """
+    """Refuses to take files as they are now that may be damaged, unless the user has named them."""
     proof, faults = checkpoint.proof, list(changed)
     if proof is not None and (not proof.is_whole or checkpoint.container == NEUTRAL):
         renew = ()

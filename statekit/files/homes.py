@@ -218,11 +218,7 @@ class LocalHome:
             _remove(old)
 
     def _check_seen(self, old: Path) -> None:
-        """Gives the name back to what had it, if that isn't what was looked at: a conversion takes hours.
-
-        Raises:
-            TargetExistsError: It is another file or folder, or was changed meanwhile.
-        """
+        """Gives the name back to what had it, if that isn't what was looked at: a conversion takes hours."""
         try:
             _check_kind(old)
             if self.foreign or _facts_of(old) == self.seen:

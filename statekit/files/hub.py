@@ -137,11 +137,7 @@ class HubTree:
         fill(into, memoryview(data if is_part else data[: len(into)]), start, f"{self.place}/{facts.name}")
 
     def _rows(self, address: str | None) -> Iterator[Any]:
-        """Yields the rows of a listing, page by page.
-
-        Raises:
-            RefusedError: They are too many.
-        """
+        """Yields the rows of a listing, page by page."""
         count = pages = 0
         while address:
             page, address = self._json(address)
@@ -167,11 +163,7 @@ class HubTree:
             return json.loads(data), answer.links.get("next", {}).get("url")
 
     def _answer(self, address: str, headers: Mapping[str, str]) -> Any:
-        """Returns an answer whose head alone was read. The request asks for an uncompressed body.
-
-        Raises:
-            What the library raises for an error, without the text of its body.
-        """
+        """Returns an answer whose head alone was read. The request asks for an uncompressed body."""
         session = self._utils.get_session()
         sent = {**self._utils.build_hf_headers(), **headers, "Accept-Encoding": "identity"}
         request = session.build_request("GET", address, headers=sent, timeout=_SECONDS)
@@ -194,11 +186,7 @@ class HubTree:
         raise FormatError("The Hub can't be read.", place=self.place, found=f"status {answer.status_code}")
 
     def _blocks(self, answer: Any, seconds: float) -> Iterator[bytes]:
-        """Yields an answer's body as it comes.
-
-        Raises:
-            FormatError: It takes too long.
-        """
+        """Yields an answer's body as it comes."""
         end = time.monotonic() + seconds
         for block in answer.iter_raw():
             if time.monotonic() > end:

@@ -588,12 +588,7 @@ class Files:
 
 
 def _known_file(place: StoredPlace) -> Facts:
-    """Returns what a store knows of a file.
-
-    Raises:
-        NotFoundError: There is none.
-        RefusedError: It is a folder.
-    """
+    """Returns what a store knows of a file."""
     facts = place.facts
     if facts is None:
         raise NotFoundError("A file is missing.", place=place)

@@ -212,11 +212,7 @@ class ListedTree:
         return {fact.name.removeprefix(start): fact for fact in facts if fact.name.startswith(start)}
 
     def _answered(self, folder: str) -> Any:
-        """Returns obstore's listing of a folder.
-
-        Raises:
-            FormatError: It takes too long.
-        """
+        """Returns obstore's listing of a folder."""
         import obstore
 
         async def listed() -> Any:
@@ -268,11 +264,7 @@ def pages_below(store: Any, place: str, name: str, most: int) -> list[Any]:
 
 
 def _waited(place: str, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Returns what is waited for, by a loop of its own: the caller's thread may have one.
-
-    Raises:
-        FormatError: It takes too long.
-    """
+    """Returns what is waited for, by a loop of its own: the caller's thread may have one."""
     try:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(lambda: asyncio.run(ask())).result()

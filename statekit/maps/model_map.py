@@ -430,9 +430,6 @@ class ModelMap:
 
         Where names leave several open, it is the one that was said. Else it is the first, which is told in `taken`,
         or asked for by name where it matters and nothing but the source's code knows it.
-
-        Raises:
-            UsageError: A choice has to be said; lists every one.
         """
         chosen: dict[str, str] = {}
         missing = Faults(folds=False)
@@ -538,11 +535,7 @@ class ModelMap:
             yield from _links(targets, operations)
 
     def _draw(self, entry: Entry, fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) -> None:
-        """Counts what a line makes, before anything is made: names, parts of each, and what is done to them.
-
-        Raises:
-            BudgetError: It is more than the job may hold.
-        """
+        """Counts what a line makes, before anything is made: names, parts of each, and what is done to them."""
         names, parts = (math.prod(len(ranges[name]) for name in part) for part in (fields, entry.apart))
         with Account(self.budget).passing() as passing:
             count = names * (_NAME_NODES + parts * _LINK_NODES * (1 + len(entry.operations)))
@@ -956,12 +949,7 @@ class Renaming:
         return carried(replace(state, extra=extra), links, dict(further), "--rename")
 
     def _renamed(self, paths: Iterable[str]) -> dict[str, str]:
-        """Returns the new path of each path.
-
-        Raises:
-            UsageError: A pattern can't be read, or fits no name; lists every one.
-            StateError: A manifest's takes too long.
-        """
+        """Returns the new path of each path."""
         names, faults = {path: path for path in paths}, Faults()
         if self.is_recorded:
             return dict(zip(names, renamed_apart(self.pairs, list(names), "options/maps"), strict=True))
@@ -1077,11 +1065,7 @@ def _building(maps: Sequence[ModelMap], builds: bool) -> list[ModelMap]:
 def _check_used(
     name: str | None, config: Mapping[str, Any], settings: Settings, maps: Sequence[ModelMap]
 ) -> None:
-    """Refuses what was said of the model and no map takes; a model's whole configuration is passed over.
-
-    Raises:
-        UsageError: A setting isn't used; lists every one.
-    """
+    """Refuses what was said of the model and no map takes; a model's whole configuration is passed over."""
     if _MODEL_TYPE in config or any(model_map.pretrained for model_map in maps):
         return
     keys = set[str]().union(*(model_map.keys for model_map in maps), settings.meant)

@@ -252,11 +252,7 @@ def _listed(trash: Path) -> dict[str, Any] | None:
 
 
 def _is_begun(record: Mapping[str, Any], source: Path, target: Path, dry_run: bool) -> bool:
-    """Tells whether an earlier attempt at the same has moved the checkpoint: nothing is left but to remove it.
-
-    Raises:
-        RefusedError: Something else is asked now.
-    """
+    """Tells whether an earlier attempt at the same has moved the checkpoint: nothing is left but to remove it."""
     weights = record["said"]["target"]
     if not os.path.lexists(weights):
         return False
@@ -295,11 +291,7 @@ def _go_on(
 
 
 def _move(trash: Path, record: Mapping[str, Any], facts: _Facts) -> None:
-    """Moves a checkpoint to where it goes first, and takes it back unless it is what was proven.
-
-    Raises:
-        CorruptError: It was written to meanwhile.
-    """
+    """Moves a checkpoint to where it goes first, and takes it back unless it is what was proven."""
     with writing(trash):
         for name in record["tops"]:
             rename_new(trash.parent / name, trash / name)

@@ -268,11 +268,7 @@ def with_optimizer(state: TrainState, name: str | None) -> TrainState:
 
 
 def _called(state: TrainState, name: str) -> TrainState:
-    """Returns a state of an optimizer without a schema under the name that the user gives it.
-
-    Raises:
-        UsageError: Its structure is another one's, or the name is that of a schema.
-    """
+    """Returns a state of an optimizer without a schema under the name that the user gives it."""
     optimizer = state.optimizer
     variants = [variant or "" for schema, variant in optimizer.kinds if is_native(schema)]
     wanted = _plain(name)

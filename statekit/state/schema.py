@@ -411,11 +411,7 @@ class Spelling:
 
 
 def _in_words(means: Mapping[Spelling, Any]) -> Any:
-    """Returns the value of an argument that says several things at once, from what each of them is.
-
-    Raises:
-        InexactError: No value of it says all that.
-    """
+    """Returns the value of an argument that says several things at once, from what each of them is."""
     words = [text for spelling in means for text, _ in spelling.words]
     for word in (*words, *means.values()):
         if all(_hashable(spelling.canonical(word)) == _hashable(value) for spelling, value in means.items()):

@@ -226,11 +226,7 @@ class _Watch:
         return making
 
     def look(self) -> None:
-        """Judges the update if one was made since.
-
-        Raises:
-            UsageError: Several were made.
-        """
+        """Judges the update if one was made since."""
         if not self._update.is_awaited:
             return
         steps = self._optimizer.gradient_accumulation_steps or 1

@@ -42,12 +42,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _kind(self, group: ParamGroup) -> tuple[OptimizerSchema, str]:
-        """Returns schema and variant of a group that is to be added.
-
-        Raises:
-            StateError: There is no such variant, or it can't be stepped.
-            UsageError: The group doesn't say them.
-        """
+        """Returns schema and variant of a group that is to be added."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what a copy or a pickle holds."""

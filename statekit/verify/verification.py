@@ -618,11 +618,7 @@ def _besides(state: TrainState) -> str:
 
 
 def _without_step(*states: TrainState) -> str:
-    """Returns why a state can't be stepped; "" where each can.
-
-    Raises:
-        UsageError: Nothing tells whose rule it is.
-    """
+    """Returns why a state can't be stepped; "" where each can."""
     for schema, variant in [kind for state in states for kind in state.optimizer.kinds]:
         if is_native(schema):
             return f"statekit has no step of {named_native(schema, variant)}"
@@ -733,11 +729,7 @@ def _back(request: Request, asked: Asked, source: OpenState, target: OpenState) 
 
 
 def _turned(model_map: StateMap) -> StateMap:
-    """Returns a map the other way.
-
-    Raises:
-        UsageError: Nobody knows it: names were changed by patterns.
-    """
+    """Returns a map the other way."""
     record = model_map.to_json()
     if "name" not in record:
         raise UsageError("Names that patterns changed have no way back.", place="--rename")

@@ -164,9 +164,6 @@ def _check_engines(tag: Tag, models: Sequence[Sequence[Mapping[str, Any]]]) -> N
     """Refuses a model's file that has made other steps than the first, or has another model than its slice's first.
 
     ZeRO-3 has a file for each rank.
-
-    Raises:
-        CorruptError: One has.
     """
     for slice_, of_slice in zip(tag.slices, models, strict=True):
         of_ranks = [{key: model.get(key) for key in _ALIKE_IN_SLICE} for model in of_slice]
@@ -216,9 +213,6 @@ def _moved(model: Mapping[str, Any], place: str) -> int:
 
 def _check_slices(first: Mapping[str, Any], tag: Tag) -> None:
     """Refuses a folder that has fewer slices of the model than the run had: the last ones leave no gap in the names.
-
-    Raises:
-        CorruptError: It has.
 
     Source: deepspeedai/DeepSpeed deepspeed/runtime/engine.py, `_save_checkpoint`.
     """
@@ -273,12 +267,7 @@ def _unsharded_experts(
     files: Files,
     findings: list[Finding],
 ) -> list[Sliced]:
-    """Returns what each rank of a run without ZeRO holds: all other parameters, and its own experts.
-
-    Raises:
-        CorruptError: Files of ranks are missing.
-        FormatError: Nothing tells whose slots they are.
-    """
+    """Returns what each rank of a run without ZeRO holds: all other parameters, and its own experts."""
     if not tag.experts.optimizers:
         raise CorruptError(
             "A DeepSpeed checkpoint lacks the optimizers of experts.",
@@ -348,9 +337,6 @@ def _unsharded(first: Mapping[str, Any], place: str, is_whole: bool = False) -> 
     A model of lower precision has masters in a wrapper, which makes a first step with gradients of zero: the
     optimizer's count is one ahead of the run's.
     Source: deepspeedai/DeepSpeed deepspeed/runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`.
-
-    Raises:
-        FormatError: Nothing tells whose slots they are.
     """
     wrapper = first["optimizer"]
     optimizer = require(wrapper.get("optimizer_state_dict", wrapper), dict, "an optimizer", place)

@@ -146,11 +146,7 @@ def tag_of(folder: Place) -> Tag | None:
 
 
 def _check_once(folder: Place, count: int, files: Mapping[Any, Place]) -> None:
-    """Refuses two files of the same part, such as layer_3 and layer_03: nothing tells which is the run's.
-
-    Raises:
-        CorruptError: There are more files than parts.
-    """
+    """Refuses two files of the same part, such as layer_3 and layer_03: nothing tells which is the run's."""
     if count != len(files):
         raise CorruptError(
             "Two files of a DeepSpeed checkpoint hold the same part.",
@@ -162,11 +158,7 @@ def _check_once(folder: Place, count: int, files: Mapping[Any, Place]) -> None:
 
 
 def _experts(folder: Place, names: Sequence[str]) -> ExpertFiles:
-    """Returns the files of experts.
-
-    Raises:
-        RefusedError: One has a name of another form: of an early DeepSpeed, or of a slice of the model.
-    """
+    """Returns the files of experts."""
     weights = {(int(m[1]), int(m[2])): folder / m[0] for m in map(_EXPERT.fullmatch, names) if m}
     optimizers = {int(m[1]): folder / m[0] for m in map(_EXPERTS_OPTIMIZER.fullmatch, names) if m}
     known_names = (_EXPERT, _EXPERTS_OPTIMIZER)

@@ -101,9 +101,6 @@ def _check_ranks(of_stages: Sequence[Sequence[Part]]) -> list[Finding]:
 
     Returns:
         Numbers that aren't counts, and that ranks have each for themselves.
-
-    Raises:
-        CorruptError: It has other counts, or other options than its stage.
     """
     for of_stage in of_stages:
         check_one_step([(part.place, {**part.engine, "param_groups": part.options}) for part in of_stage])
@@ -152,11 +149,7 @@ def _slots(name: str, records: Sequence[Mapping[str, Any]], joins: Joins) -> dic
 
 
 def _check_groups(parts: Sequence[Sliced], joins: Joins) -> None:
-    """Refuses stages whose groups have other options: a state has the options of each group once.
-
-    Raises:
-        RefusedError: There are such.
-    """
+    """Refuses stages whose groups have other options: a state has the options of each group once."""
     first, *others = ([*map(options, part.groups)] for part in parts)
     if unlike_paths := [path for other in others for path in unlike(first, other)]:
         raise RefusedError(

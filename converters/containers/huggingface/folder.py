@@ -676,11 +676,7 @@ def _untied(model: Any) -> dict[str, Any]:
 def _several(
     models: Sequence[Mapping[str, Tensor]], neighbours: Mapping[str, Tree], path: Place
 ) -> dict[str, Tree]:
-    """Returns the models of a folder as their optimizers move them: each its own, or one all of them.
-
-    Raises:
-        FormatError: There is another number of optimizers.
-    """
+    """Returns the models of a folder as their optimizers move them: each its own, or one all of them."""
     optimizers = neighbours.get("optimizers", [])
     if _moves_more(neighbours.get("optimizer"), models[0]):
         return {"model": _of_one_optimizer(models)}

@@ -314,11 +314,7 @@ class OrbaxFolder:
 
 
 def _writers(encoded: Encoded, target: Place) -> tuple[str, dict[str, ItemWriter]]:
-    """Returns the folder of a step below its target, with its `/`, and what writes each item.
-
-    Raises:
-        UsageError: The target is named for another step.
-    """
+    """Returns the folder of a step below its target, with its `/`, and what writes each item."""
     folder, _, item = (encoded.place or _DEFAULT).partition("/")
     prefix = step_prefix(target, encoded.step, folder)
     if item != "{item}":

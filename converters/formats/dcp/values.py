@@ -145,11 +145,7 @@ class _Box:
     _values: Tensor | None = field(default=None, repr=False)
 
     def values(self) -> Tensor:
-        """Returns the box as a tensor.
-
-        Raises:
-            CorruptError: What was saved isn't the box that the metadata describes.
-        """
+        """Returns the box as a tensor."""
         if self._values is None:
             saved = self._saved()
             shape, dtype = self.chunk.box[1], self.entry.dtype

@@ -130,11 +130,7 @@ class _Arrays:
         self._forms: dict[tuple[int, tuple[int, int]], None] = {}
 
     def form(self) -> tuple[int, tuple[int, int]]:
-        """Returns generation and device of the arrays.
-
-        Raises:
-            FormatError: They differ, as no run of MXNet makes them.
-        """
+        """Returns generation and device of the arrays."""
         if len(self._forms) > 1:
             raise FormatError(
                 "The arrays of a file were saved from several devices or by several generations of MXNet.",

@@ -850,12 +850,7 @@ def _batch(m: Machine) -> bool:  # noqa: PLR0912, PLR0915 - a branch for each of
 
 
 def _expanded(tree: Any, place: str, account: Account) -> int:
-    """Returns the nodes of a tree once what its parts share is written out, visiting each part once.
-
-    Raises:
-        BudgetError: They are more than the job may hold.
-        RefusedError: It has cycles, or too many levels.
-    """
+    """Returns the nodes of a tree once what its parts share is written out, visiting each part once."""
     most = account.budget.limits.held // NODE_BYTES
     sizes: dict[int, int] = {}  # by id, like the levels; what has no parts isn't listed
     heights: dict[int, int] = {}

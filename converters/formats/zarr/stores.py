@@ -181,11 +181,7 @@ class OcdbtStore:
             raise _damaged(str(folder), error) from error
 
     def _recheck(self) -> None:
-        """Makes sure that a database in a store is the one that was listed.
-
-        Raises:
-            CorruptError: It was changed.
-        """
+        """Makes sure that a database in a store is the one that was listed."""
         if isinstance(self.manifest, StoredPlace) and self.manifest.facts is not None:
             recheck = getattr(
                 self.manifest.tree, "recheck", None
@@ -328,9 +324,6 @@ class _Spans:
 
 def _driver_of(place: Place) -> dict[str, str] | None:
     """Returns what tensorstore reads a folder in a store by; None of one on this machine.
-
-    Raises:
-        RefusedError: tensorstore doesn't read from there.
 
     Source: tensorstore 0.1.86, documentation of the key-value stores `s3` and `gcs`.
     """

@@ -299,11 +299,7 @@ def _factors_home(optimizer: Own, groups: Sequence[Group], rate: Tensor | None) 
 
 
 def _shown_schemas(optimizer: Own, named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    """Returns the schema of each parameter: its optimizer's, but where a file without config shows another.
-
-    Raises:
-        StateError: Several schemas have the slots of some parameters; lists every one.
-    """
+    """Returns the schema of each parameter: its optimizer's, but where a file without config shows another."""
     slots = {path: named[path].keys() - {ACCUMULATOR} for path in paths_of(named)}
     if optimizer.config is not None:
         return dict.fromkeys(slots, optimizer.schema)
@@ -579,11 +575,7 @@ def _multiplied(groups: list[dict[str, Any]], factors: Sequence[float]) -> list[
 
 
 def _kinds_of(state: TrainState) -> list[tuple[str, str]]:
-    """Returns whose rule moves each group; of a state without groups, whose it is.
-
-    Raises:
-        InexactError: A variant isn't known.
-    """
+    """Returns whose rule moves each group; of a state without groups, whose it is."""
     optimizer = state.optimizer
     kinds = [optimizer.kind(group) for group in optimizer.groups] or [*optimizer.kinds]
     if any(variant is None for _, variant in kinds):

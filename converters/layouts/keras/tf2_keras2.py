@@ -168,11 +168,7 @@ class Keras2Graph:
 
 
 def _optimizer(checkpoint: Checkpoint) -> Keras2Optimizer | None:
-    """Returns the one optimizer of Keras 2 in a checkpoint; None if there is none.
-
-    Raises:
-        StateError: There are several.
-    """
+    """Returns the one optimizer of Keras 2 in a checkpoint; None if there is none."""
     graph = Graph.from_record(checkpoint.meta.get(GRAPH))
     if graph is None or not isinstance(checkpoint.tree, Mapping) or GRAPH not in checkpoint.tree:
         return None
@@ -299,11 +295,7 @@ def _lists(objects: GraphOptimizer) -> dict[str, bool]:
 def _moved(
     tree: Mapping[str, Any], objects: GraphOptimizer, slots: Numbered, schema: str, place: object
 ) -> tuple[tuple[str, str], ...]:
-    """Returns key and name of each parameter that an optimizer moves, in its order.
-
-    Raises:
-        StateError: The names of its variables do not tell them.
-    """
+    """Returns key and name of each parameter that an optimizer moves, in its order."""
     if objects.moved:
         return objects.moved
     slot_names = [name for _, name, _ in places(schema, slots.shapes, slots.kept)]

@@ -184,9 +184,6 @@ def _joined_slots(
 
     Tensor-parallel ranks count up first, then stages of a pipeline: how many of each there are is tried.
     Source: megatron-core 0.16.1, core/optimizer/__init__.py, `get_megatron_optimizer`: the rank in the model group.
-
-    Raises:
-        StateError: Parameters aren't found, or can't be told apart.
     """
     error: StateError | None = None
     for count in sorted((n for n in range(1, len(groups) + 1) if len(groups) % n == 0), reverse=True):
@@ -380,11 +377,7 @@ def _objects(sharded: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _buffers(sharded: Mapping[str, Any], place: object) -> Iterator[_Buffer]:
-    """Yields the buffers of an optimizer.
-
-    Raises:
-        StateError: The vectors of a bucket have several lengths.
-    """
+    """Yields the buffers of an optimizer."""
     for buffer in (*_sharded(sharded), *_all_gathered(sharded)):
         for number, bucket in enumerate(buffer.buckets):
             if len({vector.shape for vector in bucket.values()}) != 1:

@@ -369,11 +369,7 @@ def _parted(
 
 
 def _refuse_counts(state: TrainState) -> None:
-    """Refuses parameters that have missed updates.
-
-    Raises:
-        InexactError: Some have.
-    """
+    """Refuses parameters that have missed updates."""
     if state.counts.behind:
         raise InexactError(
             "Megatron-Core keeps one count for all parameters.",
@@ -383,11 +379,7 @@ def _refuse_counts(state: TrainState) -> None:
 
 
 def _flat(records: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns slots by Megatron's flat keys.
-
-    Raises:
-        InexactError: Some have no place there.
-    """
+    """Returns slots by Megatron's flat keys."""
     if foreign := {slot for record in records.values() for slot in record} - _SLOTS.keys():
         raise InexactError(
             "Megatron-Core's Adam has no such slots.", expected=", ".join(_SLOTS), found=", ".join(foreign)
@@ -400,11 +392,7 @@ def _flat(records: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _refuse_names(names: Collection[str]) -> None:
-    """Refuses names of a local spec's modules, under which Megatron-Core's loader looks for nothing.
-
-    Raises:
-        InexactError: Some are.
-    """
+    """Refuses names of a local spec's modules, under which Megatron-Core's loader looks for nothing."""
     if local := [name for name in names if key_of(name) != name]:
         raise InexactError(
             "Megatron-Core has other keys in torch_dist for the norms of a local spec.",

@@ -189,12 +189,7 @@ def _links(tree: Tree) -> list[Link]:
 
 
 def _layers(checkpoint: Checkpoint) -> Layers:
-    """Returns where parameters and optimizer are.
-
-    Raises:
-        StateError: Nothing tells it.
-        UsageError: There is nothing where the user says.
-    """
+    """Returns where parameters and optimizer are."""
     tree, chain = checkpoint.tree, _links(checkpoint.tree)
     if chain:
         keys = (checkpoint.meta.get(MODEL_KEY), checkpoint.meta.get(OPTIMIZER_KEY))

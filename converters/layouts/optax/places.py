@@ -264,11 +264,7 @@ def _below(optimizers: Mapping[Path, list[Link]], key: str) -> dict[Path, list[L
 
 
 def _paired(pairs: Sequence[Pair], place: object, option: str) -> tuple[Pair, str]:
-    """Returns the parameters and the optimizer that belong together, and what was assumed for that.
-
-    Raises:
-        StateError: Their names don't tell.
-    """
+    """Returns the parameters and the optimizer that belong together, and what was assumed for that."""
     branches = {pair: _shared(*pair) for pair in pairs}
     nearest = [pair for pair in pairs if branches[pair] == max(branches.values())]
     if len(nearest) == 1:

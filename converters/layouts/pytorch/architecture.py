@@ -306,10 +306,6 @@ def _built(config: str) -> dict[str, Any]:
 
     Every step of a run has the same configuration beside it. What it tells is remembered by the digest of the
     configuration and the versions of what built it, in the user's cache.
-
-    Raises:
-        ChildProcessError: It tells nothing; has its last words.
-        TimeoutExpired: It took too long.
     """
     key = [config, _TOLD, *(version(name) for name in ("torch", "transformers", "statekit"))]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()

@@ -321,11 +321,7 @@ def find_parts(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = 
 
 
 def _places(tree: Tree, model_key: str | None, optimizer_key: str | None) -> tuple[Path | None, Path] | None:
-    """Returns where the model is, None if it isn't there, and its optimizer; None if there is no such optimizer.
-
-    Raises:
-        UsageError: There is no such part at a key, or nothing tells the optimizer of what it names.
-    """
+    """Returns where the model is, None if it isn't there, and its optimizer; None if there is no such optimizer."""
     if network := _network(tree, model_key, optimizer_key):
         return network
     optimizer_at = optimizer_place(tree, optimizer_key)

@@ -414,11 +414,7 @@ class TorchOptim:
 
 
 def _check_objects(state: TrainState) -> None:
-    """Refuses the state of an optimizer without a schema that keeps objects.
-
-    Raises:
-        InexactError: It does; lists them.
-    """
+    """Refuses the state of an optimizer without a schema that keeps objects."""
     variants = [named_native(*kind) for kind in state.optimizer.kinds if is_native(kind[0])]
     Faults(native.foreign_objects(state) if variants else ()).check(
         InexactError,
@@ -490,20 +486,12 @@ def _as_one_group(groups: Sequence[dict[str, Any]], faults: Faults) -> list[dict
 
 
 def _kinds_of(state: TrainState, groups: Sequence[Group], layout: str) -> list[TorchOptimizer]:
-    """Returns the optimizer of torch that each group is of.
-
-    Raises:
-        InexactError: It is none that the layout holds.
-    """
+    """Returns the optimizer of torch that each group is of."""
     return [_kind_of(*state.optimizer.kind(group), layout) for group in groups]
 
 
 def _kind_of(schema: str, variant: str | None, layout: str) -> TorchOptimizer:
-    """Returns the optimizer of torch of a rule.
-
-    Raises:
-        InexactError: It is none that the layout holds.
-    """
+    """Returns the optimizer of torch of a rule."""
     if schema == native.SCHEMA:
         return TorchOptimizer(schema, variant, ())
     for kind in KINDS:
@@ -519,11 +507,7 @@ def _kind_of(schema: str, variant: str | None, layout: str) -> TorchOptimizer:
 def _parts_and_kinds(
     checkpoint: Checkpoint, hints: CheckpointRef
 ) -> tuple[Parts, list[TorchOptimizer], list[str], list[Any]]:
-    """Returns the parts of a checkpoint, whose each group is, what is said of how they lay, and where several do.
-
-    Raises:
-        StateError: It hasn't both parts, or an optimizer that isn't known.
-    """
+    """Returns the parts of a checkpoint, whose each group is, what is said of how they lay, and where several do."""
     parts_apart = side_by_side(checkpoint, hints.model)
     if parts_apart is None:
         parts = find_parts(checkpoint, hints.model)
@@ -682,11 +666,7 @@ def _with_experts(parts: Parts, checkpoint: Checkpoint, hints: CheckpointRef) ->
 def _order(
     parts: Parts, kinds: Sequence[TorchOptimizer], checkpoint: Checkpoint, hints: CheckpointRef
 ) -> tuple[Order, str]:
-    """Returns the names of each group's parameters, and a note on their source.
-
-    Raises:
-        StateError: Nothing tells which parameters are meant, or names were given that don't fit.
-    """
+    """Returns the names of each group's parameters, and a note on their source."""
     shapes = [
         [_shape_of(kind, parts.state.get(i, {}), parts.model) for i in group["params"]]
         for kind, group in zip(kinds, parts.groups, strict=True)
@@ -746,11 +726,7 @@ def _facts_of(order: Order, checkpoint: Checkpoint) -> tuple[Fact, ...]:
 def _refuse_merged(
     model: Mapping[str, Tensor], own_model: Mapping[str, Tensor] | None, checkpoint: Checkpoint
 ) -> None:
-    """Refuses a model without adapters where the checkpoint is an adapter's.
-
-    Raises:
-        StateError: The caller's model has none of them.
-    """
+    """Refuses a model without adapters where the checkpoint is an adapter's."""
     if own_model is not None and any(map(is_adapted, model)) and not any(map(is_adapted, own_model)):
         raise StateError(
             "The checkpoint is an adapter's, and the model has no adapter.",

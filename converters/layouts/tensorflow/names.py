@@ -170,11 +170,7 @@ def saved_name(whole: str, path: str, scope: str, suffix: str) -> str:
 def _parted(
     tree: Mapping[str, Any], pattern: re.Pattern[str], place: object
 ) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-    """Returns a tree in which each part of a partitioned variable is one by itself: `w/part_0`, `w/part_0/Adam`.
-
-    Raises:
-        StateError: Parts don't make up their variable.
-    """
+    """Returns a tree in which each part of a partitioned variable is one by itself: `w/part_0`, `w/part_0/Adam`."""
     flat: dict[str, Any] = {}
     parts: dict[str, tuple[str, str]] = {}
     scopes = _scopes(tree, pattern)

@@ -103,9 +103,6 @@ class TorchWeights:
 def _refuse_fsdp_dtensor(checkpoint: Checkpoint) -> None:
     """Refuses Megatron-FSDP's folders: their optimizer has other names and groups than any that is read.
 
-    Raises:
-        RefusedError: It is one.
-
     Source: NVIDIA/Megatron-LM megatron/core/distributed/fsdp, `optimizer.param_to_group_meta`; none was run.
     """
     optimizer = at(checkpoint.tree, ("optimizer",))

@@ -221,12 +221,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _trials(state: State, whose: Mapping[str, Any], group: Mapping[str, Any]) -> list[Trial]:
-    """Returns a rule to be tried; two where a hyperparameter isn't known, which they have with different values.
-
-    Raises:
-        StateError: statekit has no step of the variant, or it is unknown.
-        UnknownRuleError: More must be known than a number.
-    """
+    """Returns a rule to be tried; two where a hyperparameter isn't known, which they have with different values."""
     schema, variant = load_schema(whose["schema"]), str(whose["variant"])
     steps = steps_for(whose["schema"], whose["variant"])
     rules = {path: state["rules"][path] for path in group["paths"] if path in state["rules"]}

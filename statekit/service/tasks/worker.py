@@ -197,12 +197,7 @@ class Worker:
         return [self._beside(path) for path in paths] if kind == "seal" else []
 
     def _request(self, lease: Lease) -> dict[str, Any]:
-        """Returns what the task is asked.
-
-        Raises:
-            NotFoundError, UsageError, RefusedError: A checkpoint or target can't be reached, or mustn't be thinned.
-            OSError: The system refuses a look at one.
-        """
+        """Returns what the task is asked."""
         job = lease.job
         options = {name: value for name, value in job.options.items() if name not in ("target", *FILES)}
         subjects = self._subjects(job)

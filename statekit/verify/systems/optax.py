@@ -251,10 +251,6 @@ def _arguments(
         hyperparameters: Those of the recording, by link.
         links: The links around the core, in the chain's order.
         rates: The learning rate of each update.
-
-    Raises:
-        UnknownRuleError: The links stand in another order than one that a step follows.
-        NotFoundError: A link has an argument that no step has.
     """
     decay, mask = _decay(hyperparameters, links)
     if "scale_by_adam" in hyperparameters:
@@ -285,11 +281,7 @@ def _arguments(
 
 
 def _decay(hyperparameters: Mapping[str, Any], links: Sequence[str]) -> tuple[float, str | None]:
-    """Returns what a chain's link adds of the weights, before the rate multiplies it, and the words for its mask.
-
-    Raises:
-        UnknownRuleError: The link stands elsewhere.
-    """
+    """Returns what a chain's link adds of the weights, before the rate multiplies it, and the words for its mask."""
     decay = hyperparameters.get(DECAY) or 0.0
     value, mask = (
         (decay.get("weight_decay", 0.0), decay.get("mask")) if isinstance(decay, Mapping) else (decay, None)
