@@ -258,7 +258,6 @@ class DeepSpeed:
         )
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in DeepSpeed."""
         return with_given(state, saved, deepspeed_lines(state, saved))
 
 

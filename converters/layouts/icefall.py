@@ -147,7 +147,6 @@ class Icefall:
         return replace(joined, assumptions=(*joined.assumptions, *notes))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in icefall."""
         rates = saved.rates(state)
         stated = {
             repr(group["hyperparameters"].get(_LR))

@@ -145,7 +145,6 @@ class KerasModelH5:
         return Encoded(tree, state.counts.updates, dropped=left_out(state, WHOLE, "keras2"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in Keras."""
         return model_file_lines(state, saved)
 
 

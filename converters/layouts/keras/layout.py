@@ -199,7 +199,6 @@ class Keras:
         return Encoded(tree, state.counts.updates, {}, left_out(state, "tree", "places"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in Keras."""
         whole = saved.container == "keras"
         return model_file_lines(state, saved) if whole else weights_file_lines(state, saved)
 

@@ -715,7 +715,6 @@ class StatekitKeras:
         return Encoded(tree, state.counts.updates, dropped=left_out(state, "tree", "places"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on with an optimizer of statekit.tensorflow."""
         return statekit_lines(state, saved)
 
 

@@ -174,7 +174,6 @@ class KerasGraph:
         return encoded_graph(state, home, name, lists, rows, False, self.name)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in Keras, with objects of TensorFlow 2."""
         return object_lines(state, saved)
 
 

@@ -163,7 +163,6 @@ class Keras2Graph:
         return Encoded(tree, state.counts.updates, dropped=dropped)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in Keras 2, with objects of TensorFlow 2."""
         return keras2_object_lines(saved)
 
 

@@ -125,7 +125,6 @@ class StatekitGraph:
         return encoded_graph(state, home, name, {}, rows, silent, self.name)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on with an optimizer of statekit.tensorflow."""
         return statekit_lines(state, saved)
 
 

@@ -283,7 +283,6 @@ class MegatronAdam:
         return {f"{_STATE}{key}.{name}": tensor for name, tensor in masters.items()}, low
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in Megatron-LM or Megatron-Core."""
         return megatron_lines(state, saved, self.flags)
 
     def _beside(

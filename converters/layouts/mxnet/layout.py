@@ -528,7 +528,6 @@ class MXNetOptim:
         return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), "MXNet"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in MXNet."""
         return trainer_lines(state, saved, _last(self.kind.cls).lower())
 
 

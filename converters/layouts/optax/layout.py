@@ -162,7 +162,6 @@ class Optax:
         return encoded(state)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in Optax."""
         return optax_lines(state, saved)
 
 

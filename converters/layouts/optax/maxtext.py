@@ -162,7 +162,6 @@ class MaxText:
         )
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the command by which MaxText goes on."""
         return maxtext_lines(state, saved)
 
 

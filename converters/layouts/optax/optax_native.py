@@ -179,7 +179,6 @@ class OptaxNative:
         return in_own_form(state, VARIANT, form, contents)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on with the original."""
         return native_lines(state, saved)
 
 

@@ -77,7 +77,6 @@ class Canonical:
         return Encoded(tree, state.counts.updates)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on with an optimizer of statekit."""
         return neutral_lines(state, saved)
 
 

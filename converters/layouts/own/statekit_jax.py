@@ -149,7 +149,6 @@ class StatekitJax:
         return counted(placed(state, _KEY, _opt_state(state), _contents(state)), state)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on with an optimizer of statekit.jax."""
         return own_lines(state, saved)
 
 

@@ -498,7 +498,6 @@ class StatekitTorch:
         return with_names(Encoded(tree, state.counts.updates, dropped=dropped))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on with an optimizer of statekit.torch."""
         match saved.container:
             case "hf-trainer":
                 return lines.trainer_lines(state, saved)

@@ -182,7 +182,6 @@ class LowBit:
         return self._native(self._torch.encode(state), dtypes, is_old)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on with the library's optimizer."""
         if state["schema"] == native.SCHEMA:  # nothing says which class it is of
             return self._torch.lines(state, saved)
         is_adam = not self.library.keeps_decoupled and all(

@@ -332,7 +332,6 @@ class TorchOptim:
         return self._encode(state, sides)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in PyTorch, Accelerate, Lightning or Transformers' Trainer."""
         return lines.with_given(state, saved, self._lines(state, saved))
 
     def _lines(self, state: State, saved: SavedRun) -> list[str]:

@@ -417,7 +417,6 @@ class T5XAdafactor:
         return encoded(state)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in T5X, as gin."""
         return gin_lines(state, saved)
 
 

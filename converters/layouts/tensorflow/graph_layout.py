@@ -102,7 +102,6 @@ class TF1Graph:
         return replace(inner, tree=self._new(state, inner.tree), dropped=dropped)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on with objects of TensorFlow 2."""
         return object_lines(saved)
 
     def _new(self, state: TrainState, named: Mapping[str, Any]) -> dict[str, Any]:

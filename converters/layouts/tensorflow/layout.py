@@ -189,7 +189,6 @@ class TensorFlow1:
         return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), self.title))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in a graph of TensorFlow 1."""
         return [
             *graph_lines(state, saved, self.trainer),
             *self.after_restoring,

@@ -104,7 +104,6 @@ class JaxWeights:
         return Encoded({PARAMS: tree, **home}, state.counts.updates, dropped=dropped)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on from the weights in JAX."""
         return jax_lines(saved)
 
 

@@ -88,7 +88,6 @@ class KerasWeights:
         return Encoded(tree, state.counts.updates, dropped=left_out(state, "tree", "places"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on from the weights in Keras."""
         return keras_lines(state, saved)
 
 

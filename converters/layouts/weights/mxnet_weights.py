@@ -64,7 +64,6 @@ class MXNetWeights:
         )
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on from the weights in MXNet."""
         return network_lines(saved)
 
 

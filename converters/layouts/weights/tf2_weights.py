@@ -110,7 +110,6 @@ class ObjectWeights:
         return Encoded(_new(state.params), state.counts.updates, dropped=dropped)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on from the weights in objects of TensorFlow 2."""
         return object_lines(saved)
 
 

@@ -76,7 +76,6 @@ class TensorFlowWeights:
         return Encoded(tree, state.counts.updates, dropped=dropped)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on from the weights in a graph of TensorFlow 1."""
         return graph_lines(saved)
 
 

@@ -96,7 +96,6 @@ class TorchWeights:
         return Encoded(tree, state.counts.updates, dropped=dropped, parts={"model": place})
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on from the weights in PyTorch."""
         return torch_lines(saved, _saved_place(saved))
 
 
