@@ -281,12 +281,7 @@ def _gathered(tree: dict[str, Any], values: Any) -> dict[str, Any]:
 
 
 def _not_gathered(model: Place, values: Place) -> NotFoundError:
-    """Returns what to do about a folder of the format `torch` in which no rank has gathered an optimizer's buckets.
-
-    Args:
-        model: The model's file.
-        values: Where a distributed optimizer's values would lie.
-    """
+    """Returns what to do about a folder of the format `torch` in which no rank has gathered an optimizer's buckets."""
     return NotFoundError(
         "The values of Megatron-LM's distributed optimizer aren't there.",
         place=values,

@@ -178,14 +178,7 @@ class _Packer:
 def _arrays_section(
     section: str, prefix: str, folders: Mapping[str, str], arrays: Mapping[str, Tensor]
 ) -> Section:
-    """Returns a section of arrays; `join` needs nothing of it.
-
-    Args:
-        section: Its name.
-        prefix: The step's folder below the target, with its `/`.
-        folders: The folder of each array, by the tensor's name.
-        arrays: The tensors, by name.
-    """
+    """Returns a section of arrays; `join` needs nothing of it."""
 
     def write(stage: Stage) -> None:
         for name, tensor in arrays.items():

@@ -385,13 +385,7 @@ def _batches(params: Mapping[str, Tensor], group: Group) -> tuple[tuple[str, ...
 
 
 def _native_records(state: TrainState, index: Mapping[str, int], begun: bool) -> dict[int, dict[str, Any]]:
-    """Returns the record of each batch, at the number of its first parameter.
-
-    Args:
-        state: The state.
-        index: The number of each parameter.
-        begun: Whether the run has made an update.
-    """
+    """Returns the record of each batch, at the number of its first parameter."""
     records: dict[int, dict[str, Any]] = {}
     for group in state.optimizer.groups:
         batches = _batches(state.params, group)

@@ -167,13 +167,7 @@ def facts_as_live(right: TrainState, live: TrainState) -> Iterator[Fact]:
 def _with_weights_of(
     right: TrainState, live: TrainState, stand_ins: Mapping[str, Tensor]
 ) -> tuple[TrainState, list[str]]:
-    """Returns a checkpoint's state with the live weights where it has none, and the paths of these.
-
-    Args:
-        right: The checkpoint's state.
-        live: The live one.
-        stand_ins: What the caller gave for weights that a checkpoint may lack.
-    """
+    """Returns a checkpoint's state with the live weights where it has none, and the paths of these."""
     absent = {id(tensor) for tensor in stand_ins.values()}
     lacking = [path for path, tensor in right.params.items() if id(tensor) in absent and path in live.params]
     if not lacking:
@@ -353,13 +347,7 @@ def _trained(state: TrainState) -> list[str]:
 
 
 def _is_one_sided(difference: Difference, needed: Container[str], shows_schedule: bool) -> bool:
-    """Tells whether only one side has what need not be given; a scaler that the checkpoint lost is a fault.
-
-    Args:
-        difference: The difference.
-        needed: The parameters that must be given.
-        shows_schedule: Whether the live run's schedule is given if it has one.
-    """
+    """Tells whether only one side has what need not be given; a scaler that the checkpoint lost is a fault."""
     if difference.what == "part":
         return difference.actual is None
     if difference.what == "schedule":

@@ -523,10 +523,6 @@ def _of_ranks(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
 def _made_by_all(state: TrainState, optimizers: Sequence[int]) -> int:
     """Returns the updates of all optimizers together, as Lightning counts the steps of several.
 
-    Args:
-        state: The state.
-        optimizers: How many of its groups each of several optimizers has.
-
     Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/loops/training_epoch_loop.py, `global_step`.
     """
     left = iter(state.optimizer.groups)

@@ -658,13 +658,6 @@ def _going_on(
     """Returns the first layout whose rule goes on as exactly as was required, and why others before it don't.
 
     It is the first of all where none does: what then is refused is that one.
-
-    Args:
-        cards: The layouts.
-        state: The state.
-        source: Name of the layout it is from.
-        request: The conversion.
-        missing: Gives what a layout stores and nobody says.
     """
     passed: dict[str, str] = {}
     for card in cards:

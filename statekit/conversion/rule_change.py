@@ -293,13 +293,7 @@ def _excluded(form: str, paths: Sequence[str], value: Any) -> set[str]:
 def _pattern_of(
     spared: Collection[str], paths: Sequence[str], called: Callable[[str], str]
 ) -> tuple[str, bool]:
-    """Returns a regular expression for the names of spared parameters that no other has, and whether that is all.
-
-    Args:
-        spared: Their paths.
-        paths: Those of the whole group.
-        called: Gives the name by path that the expression is held against.
-    """
+    """Returns a regular expression for the names of spared parameters that no other has, and whether that is all."""
     others = {called(path) for path in paths if path not in spared}
     names = sorted({called(path) for path in spared} - others)
     pattern = rf"\A(?:{'|'.join(map(re.escape, names))})\Z" if names else ""
@@ -541,13 +535,7 @@ class Bridge:
     def _spared(
         self, group: Group, settings: Mapping[str, Any], value: Any
     ) -> tuple[Any, tuple[Difference, ...]]:
-        """Returns how the target says which parameters aren't decayed, and what it can't say of that.
-
-        Args:
-            group: The group.
-            settings: The source's hyperparameters.
-            value: What the source says, and where that means nothing, the target's own way to say so.
-        """
+        """Returns how the target says which parameters aren't decayed, and what it can't say of that."""
         source_form, target_form = self._exclusions()
         if source_form == target_form or not {source_form, target_form} <= {*_BY_NAME} or not value:
             return value, ()

@@ -348,11 +348,6 @@ class Stage:
     ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """Compares what was written with what was meant; files are digested as far as they are read for that.
 
-        Args:
-            reopen: As in `commit`.
-            place: What was written.
-            paths: The files by name.
-
         Returns:
             What the manifest says of the opened checkpoint, and the entries of its files.
         """

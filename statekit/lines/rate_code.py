@@ -146,13 +146,7 @@ def _value(rate_piece: Piece, dialect: Dialect) -> str:
 
 
 def _formula(rate_piece: Piece, step: str, dialect: Dialect) -> str:
-    """Returns a piece's formula without its floor.
-
-    Args:
-        rate_piece: The piece.
-        step: Code for its own count.
-        dialect: How operations are written.
-    """
+    """Returns a piece's formula without its floor."""
     n = rate_piece.numbers
     match rate_piece.kind:
         case "constant":

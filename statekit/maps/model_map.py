@@ -548,13 +548,7 @@ class ModelMap:
     def _operation(
         self, one: Mapping[str, Any], places: Mapping[str, int], lengths: Mapping[str, int]
     ) -> Operation:
-        """Returns an operation of the map's file.
-
-        Args:
-            one: As it stands there.
-            places: Of each field that comes apart, which of its values this is for.
-            lengths: How many values each field has.
-        """
+        """Returns an operation of the map's file."""
         axis, over = one.get("axis", 0), one.get("over", "")
         match one["op"]:
             case "permute":
@@ -1101,13 +1095,7 @@ def chained(name: str | None) -> Iterator[str]:
 def _left_open(
     alternatives: Sequence[str], seen: Collection[str], named: Collection[str]
 ) -> tuple[str, Sequence[str]]:
-    """Returns the alternative of a choice that the names show, and those that they leave open.
-
-    Args:
-        alternatives: All of them, the usual one first.
-        seen: Those that a name shows.
-        named: Those that names could show.
-    """
+    """Returns the alternative of a choice that the names show, and those that they leave open."""
     unnamed = [alternative for alternative in alternatives if alternative not in named]
     shown = next(iter(seen), (unnamed or list(alternatives))[0])
     if len(seen) > 1:

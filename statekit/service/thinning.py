@@ -270,14 +270,7 @@ def _is_begun(record: Mapping[str, Any], source: Path, target: Path, dry_run: bo
 def _go_on(
     trash: Path, record: Mapping[str, Any], listener: Listener, facts: _Facts | None = None
 ) -> dict[str, Any]:
-    """Removes what is written down to go, from wherever an earlier attempt has come to.
-
-    Args:
-        trash: The folder that it goes to first.
-        record: What is written down.
-        listener: Told what is removed.
-        facts: What was proven; None where an earlier attempt has moved all of it.
-    """
+    """Removes what is written down to go, from wherever an earlier attempt has come to."""
     outcome: dict[str, Any] = record["said"]
     if facts is not None:
         _move(trash, record, facts)

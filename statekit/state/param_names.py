@@ -122,10 +122,6 @@ def _below_one_module(here: Mapping[str, list[str]], there: Mapping[str, list[st
     """Returns pairs where one side has all its names below a module of its own, or of the other's.
 
     Nothing is paired where several modules would do.
-
-    Args:
-        here: The caller's names, by what they are inside wrappers.
-        there: The checkpoint's.
     """
     if any(len(names) > 1 for names in (*here.values(), *there.values())) or not here or not there:
         return {}

@@ -249,14 +249,7 @@ def _periods(path: Place, hints: CheckpointRef, optimizer: Any) -> int | None:
 def _otherwise(
     hints: CheckpointRef, given: Sequence[str] | None, optimizer: Any, order: Sequence[str]
 ) -> list[tuple[CheckpointRef, str]]:
-    """Returns what to read a checkpoint with that doesn't fit the model's order: its own, then the live optimizer's.
-
-    Args:
-        hints: The first.
-        given: The names that the user gave.
-        optimizer: The live one.
-        order: Names of the parameters that it moves.
-    """
+    """Returns what to read a checkpoint with that doesn't fit the model's order: its own, then the live optimizer's."""
     alone = replace(hints, param_names=None if given is None else tuple(given))
     tries = [(alone, "")] if alone != hints else []
     if isinstance(optimizer, SchemaOptimizer):

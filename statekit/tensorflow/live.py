@@ -142,12 +142,7 @@ def canonical_names(optimizer: Any) -> dict[str, str]:
 
 
 def _kept(optimizer: Any, built: Any) -> dict[str, Any]:
-    """Returns an optimizer's variables as it names or numbers them in files.
-
-    Args:
-        optimizer: The live one.
-        built: The same, or where that hasn't been built one like it that has.
-    """
+    """Returns an optimizer's variables as it names or numbers them in files."""
     if isinstance(built, SchemaOptimizer):
         return {**built._by_name(), **optimizer._by_name()}
     rows = list(optimizer.variables)

@@ -123,12 +123,7 @@ def _kind_of(node: Tree) -> str:
 
 
 def _live(kind: str, name: str) -> Tree:
-    """Returns a live generator's state in the form in which a stored one is read; None if there is none.
-
-    Args:
-        kind: What it is of.
-        name: Name of the stored one, whose last number, if it has one, is that of its device.
-    """
+    """Returns a live generator's state in the form in which a stored one is read; None if there is none."""
     if kind == "Python":
         return random.getstate()
     if kind == "NumPy":

@@ -62,13 +62,7 @@ def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
 def _parted(
     batch: Batch, reached: Mapping[str, torch.Tensor], here: Arrays
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the parameters of a batch that go by the text, as gradients of another dtype may, and the others.
-
-    Args:
-        batch: The batch.
-        reached: The gradients by parameter, of those that have one.
-        here: Parameters, slots and gradients.
-    """
+    """Returns the parameters of a batch that go by the text, as gradients of another dtype may, and the others."""
     paths = [path for path in batch.paths if path in reached]
     if batch.fast is None:
         return paths, []

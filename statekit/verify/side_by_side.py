@@ -560,16 +560,7 @@ def _probes(
     seed: int,
     budget: Budget | None,
 ) -> Iterator[tuple[Iterator[Probe], dict[str, Any]]]:
-    """Gives the probes, and what a certificate says of the file that they are from, if they are.
-
-    Args:
-        gradients: Their kinds, or the file.
-        states: The target as it should be, the whole and what of it is stepped.
-        sample: What that is.
-        updates: How many are made.
-        seed: Of the draws.
-        budget: The job's; a new one if None.
-    """
+    """Gives the probes, and what a certificate says of the file that they are from, if they are."""
     whole, stepped = states
     if gradients in KINDS:
         yield drawn(stepped, KINDS[gradients], updates, seed), {}

@@ -96,9 +96,6 @@ def joined_slices(
 def _check_ranks(of_stages: Sequence[Sequence[Part]]) -> list[Finding]:
     """Refuses a rank that is of another step than the others.
 
-    Args:
-        of_stages: What the ranks of each stage hold.
-
     Returns:
         Numbers that aren't counts, and that ranks have each for themselves.
     """

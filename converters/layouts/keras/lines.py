@@ -89,14 +89,7 @@ def object_lines(state: State, saved: SavedRun) -> list[str]:
 
 
 def _given_lines(state: State, saved: SavedRun, optimizer: str, *, is_made: bool = True) -> list[str]:
-    """Returns the lines that keep what the user gave: loading brings the file's rate, and a whole model's options.
-
-    Args:
-        state: The state.
-        saved: Its checkpoint.
-        optimizer: The code of the optimizer.
-        is_made: Whether the lines before make it, with what the user gave.
-    """
+    """Returns the lines that keep what the user gave: loading brings the file's rate, and a whole model's options."""
     if saved.is_converted or len(state["groups"]) != 1:
         return []
     given = given_options(state, state["groups"][0], *_NOT_ARGUMENTS)

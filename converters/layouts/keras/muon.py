@@ -222,10 +222,6 @@ def _backwards(path: str) -> str:
 def _pattern(path: str, backwards: Sequence[str]) -> str:
     """Returns a regex that finds a variable by the end of its path: a model that is loaded may have another name.
 
-    Args:
-        path: The variable's path.
-        backwards: The paths that it may not find, backwards, in their order.
-
     Example:
         >>> _pattern("net/head/kernel", [_backwards("net/up/kernel")])
         '(^|/)head/kernel$'

@@ -329,15 +329,7 @@ def _groups(
     rate: Tensor | None,
     known: ManifestRecord | None,
 ) -> tuple[list[Owned], list[str]]:
-    """Returns the groups in the order in which the optimizer has them, each with whose rule moves it.
-
-    Args:
-        optimizer: The optimizer.
-        variants: The variant of each schema, as far as it is known.
-        schemas: Schema of each parameter, of those without a config.
-        rate: The learning rate.
-        known: What a conversion's manifest says.
-    """
+    """Returns the groups in the order in which the optimizer has them, each with whose rule moves it."""
     variant, value = variants.get(optimizer.schema), None if rate is None else float(rate.read())
     if known is not None and known.groups and (known.variant == variant or len({*known.kinds}) > 1):
         recorded = [group.group() for group in known.groups]
@@ -372,14 +364,7 @@ def _assumed(
 
 
 def _configured(optimizer: Own, variant: str, paths: tuple[str, ...], rate: float | None) -> list[Owned]:
-    """Returns the groups of the config, and that of all other parameters, each with whose rule moves it.
-
-    Args:
-        optimizer: The optimizer.
-        variant: Its own variant.
-        paths: Its parameters.
-        rate: The learning rate, which groups multiply; None where a schedule makes it.
-    """
+    """Returns the groups of the config, and that of all other parameters, each with whose rule moves it."""
     config = optimizer.config or {}
     origin: KnownFrom = "file" if config else "assumed"
     free, groups = dict.fromkeys(paths), list[Owned]()
@@ -599,13 +584,7 @@ def _common_of(
 def _parted(
     common: Mapping[str, Any], names: Collection[str], in_base_class: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments of Keras' base class, and those of the variant itself.
-
-    Args:
-        common: What all groups have.
-        names: What the variant offers.
-        in_base_class: Whether it leaves clipping to the base class.
-    """
+    """Returns the arguments of Keras' base class, and those of the variant itself."""
     of_variant = {name: value for name, value in common.items() if name not in KERAS}
     base = {name: common.get(name, usual) for name, usual in KERAS.items()}
     if in_base_class:

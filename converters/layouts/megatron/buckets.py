@@ -150,12 +150,7 @@ def _each_layer(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def _stacked(
     slots: Mapping[str, Mapping[str, Tensor]], weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields slots under the model's keys; undoes `_each_layer`. What some layers lack is left out.
-
-    Args:
-        slots: By slot and parameter.
-        weights: The model's, by their keys.
-    """
+    """Yields slots under the model's keys; undoes `_each_layer`. What some layers lack is left out."""
     for slot, of_param in slots.items():
         for key, weight in weights.items():
             layers = [of_param.get(name) for name, _ in _each_layer({key: weight})]

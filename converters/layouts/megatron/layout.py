@@ -263,14 +263,7 @@ class MegatronAdam:
     def _masters(
         self, state: TrainState, model: Mapping[str, Tensor], records: Collection[str], nested: bool
     ) -> tuple[dict[str, Tree], dict[str, str]]:
-        """Returns the masters by their keys, and the key by parameter of those that begin as one of lower precision.
-
-        Args:
-            state: The state.
-            model: The parameters by Megatron's names.
-            records: The names of those that have slots.
-            nested: Whether the optimizer lies beside a scaler.
-        """
+        """Returns the masters by their keys, and the key by parameter of those that begin as one of lower precision."""
         before = state.extra.get(_MASTER_NAME)
         names = names_of(state.extra, state.slots)
         masters = {names[path]: slots[MASTER] for path, slots in state.slots.items() if MASTER in slots}
@@ -288,12 +281,7 @@ class MegatronAdam:
     def _beside(
         self, state: TrainState, names: Collection[str]
     ) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-        """Returns what a source of Megatron-Core had in common.pt, what beside its optimizer, and how ranks share.
-
-        Args:
-            state: The state.
-            names: The names of the model's tensors.
-        """
+        """Returns what a source of Megatron-Core had in common.pt, what beside its optimizer, and how ranks share."""
         kept = {k: part for k, part in state.extra.get(_COMMON, {}).items() if is_plain(part)}
         other_parts = dict(kept.pop("optimizer", {}))
         before = other_parts.pop(_SHARDING, None)

@@ -153,13 +153,7 @@ def _fields_at(place: str, names: Collection[str]) -> frozenset[str]:
 
 
 def _injecting(call: Call, names: Collection[str], places: Mapping[str, str]) -> Call:
-    """Returns what gives the call of a group's optimizer, within inject_hyperparams where the run had it.
-
-    Args:
-        call: Gives the call itself.
-        names: Names of the checkpoint's tensors.
-        places: By a group's label, where its own state lies.
-    """
+    """Returns what gives the call of a group's optimizer, within inject_hyperparams where the run had it."""
 
     def injecting(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
         above = f"{places[group['label']]}/{_INJECTED}/"

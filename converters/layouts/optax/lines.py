@@ -241,14 +241,7 @@ def _own_arguments(state: State, group: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _optimizer_lines(state: State, saved: SavedRun, call: Call, mask: str) -> list[str]:
-    """Returns the lines that make `optimizer`: a call, with a mask, or with parts.
-
-    Args:
-        state: The state.
-        saved: Its checkpoint.
-        call: Gives the call of the optimizer's class for a group.
-        mask: The argument for the mask of weight decay; "" if there is none.
-    """
+    """Returns the lines that make `optimizer`: a call, with a mask, or with parts."""
     rates = saved.rates(state)
     groups = [
         {**group, "number": i, "label": str(i), **rates.in_optax(i)}
@@ -284,14 +277,7 @@ def native_lines(state: State, saved: SavedRun) -> list[str]:
 
 
 def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str], paths: Collection[str]) -> list[str]:
-    """Returns the lines that restore parameters, and the state of an optimizer that some lines make.
-
-    Args:
-        saved: The checkpoint.
-        module: The line that imports the optimizer's module.
-        optimizer: The lines that make `optimizer`.
-        paths: The paths of the parameters that it moves.
-    """
+    """Returns the lines that restore parameters, and the state of an optimizer that some lines make."""
     above = place_above(saved)
     if saved.container == "flax":
         target, _ = _target(saved, above, paths, open_value="None")
@@ -353,14 +339,7 @@ def _names_by_key(saved: SavedRun, above: str) -> dict[str, set[str]]:
 def _target(
     saved: SavedRun, above: str, paths: Collection[str], open_value: str = ""
 ) -> tuple[str, list[str]]:
-    """Returns the line that makes the tree to restore into, and the keys of the file that it hasn't.
-
-    Args:
-        saved: The checkpoint.
-        above: What stands before `opt_state` in its names.
-        paths: The paths of the parameters that the optimizer moves.
-        open_value: What stands for a part that the lines can't make; without it, the part is left out.
-    """
+    """Returns the line that makes the tree to restore into, and the keys of the file that it hasn't."""
     shapes = _names_by_key(saved, above)
     params, state = _own_keys(shapes, paths)
     code = {params: "params", state: "optimizer.init(params)"}
@@ -378,12 +357,7 @@ def _target(
 
 
 def _own_keys(shapes: Mapping[str, set[str]], paths: Collection[str]) -> tuple[str, str]:
-    """Returns the keys of parameters and of the optimizer's state in a file's tree: the usual ones, or its own.
-
-    Args:
-        shapes: For each key the names of the tensors below it.
-        paths: The paths of the parameters that the optimizer moves.
-    """
+    """Returns the keys of parameters and of the optimizer's state in a file's tree: the usual ones, or its own."""
     ends = tuple(f"/{path}" for path in paths)
     moved = [top for top, below in shapes.items() if any(name.endswith(ends) for name in below)]
     state = next((top for top in moved if top != _PARAMS), _STATE)

@@ -137,14 +137,7 @@ def _scalar(leaf: Any) -> Any:
 
 
 def _encoded_group(state: TrainState, group: Group, names: Names, frozen: Sequence[str]) -> dict[str, Tree]:
-    """Returns a group of parameters as `param_groups` has it, without their indices.
-
-    Args:
-        state: The state.
-        group: The group.
-        names: Name by path.
-        frozen: Names of the parameters that no group moves, which one group lists.
-    """
+    """Returns a group of parameters as `param_groups` has it, without their indices."""
     schema, variant = state.optimizer.kind(group)
     if strange := [name for name in group.slots if name not in load_schema(schema).slots]:
         raise InexactError(

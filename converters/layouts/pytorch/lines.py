@@ -513,13 +513,7 @@ def _imports(state: State) -> list[str]:
 
 
 def _group_imports(state: State, saved: SavedRun, *beside: str) -> list[str]:
-    """Returns the imports that the lines of `groups` need.
-
-    Args:
-        state: The state.
-        saved: Its checkpoint.
-        beside: Imports that a manifest in a folder needs.
-    """
+    """Returns the imports that the lines of `groups` need."""
     if saved.is_converted:
         return ["import json", *beside]
     return [] if _is_whole_model(state, saved) else ["import statekit"]

@@ -126,14 +126,7 @@ def _looks(part: Record) -> tuple[Shape, str, str]:
 
 
 def _record_of(moment: Quantized, name: str, dtype: DType | str, device: str) -> Record:
-    """Returns a moment as torchao pickles it.
-
-    Args:
-        moment: The moment.
-        name: Which: the first has signed codes.
-        dtype: The dtype that it looks as if it had.
-        device: Where it looks as if it were.
-    """
+    """Returns a moment as torchao pickles it."""
     precision = moment.bits, moment.levels is None
     if precision not in _CLASSES:
         raise StateError("torchao has no such precision.", found=moment.kind)

@@ -451,15 +451,7 @@ def _group(
     faults: Faults,
     notes: list[str],
 ) -> tuple[Group, dict[str, Rule]]:
-    """Settles hyperparameters and rules of the parameters that one optimizer moves.
-
-    Args:
-        spec: The parameters, and what was told about their optimizer.
-        slots_by_path: Their slots.
-        stated: Rules that a manifest states.
-        faults: Where what was told and what the slots show contradict each other; added to.
-        notes: What is open or assumed; added to.
-    """
+    """Settles hyperparameters and rules of the parameters that one optimizer moves."""
     given = _specified_rules(spec.hyperparameters)
     settled, open_points = _hyperparameters(spec, slots_by_path, given)
     faults += _contradictions(slots_by_path, spec.hyperparameters)

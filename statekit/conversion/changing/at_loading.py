@@ -194,16 +194,7 @@ def _begun(state: TrainState, old: Group, path: str, shape: Shape, dtype: DType)
 def _first_slots(
     kind: Kind, group: Group, path: str, param: Tensor, rule: Rule, why: str
 ) -> dict[str, Tensor]:
-    """Returns the slots of a parameter as its rule begins with them.
-
-    Args:
-        kind: Whose rule.
-        group: The parameter's group.
-        path: Its path.
-        param: The parameter, of which no value is read.
-        rule: How it is factored.
-        why: Why they begin, for whoever asks where they are from.
-    """
+    """Returns the slots of a parameter as its rule begins with them."""
     schema, variant = load_schema(kind[0]), str(kind[1])
     alone = replace(group, paths=(path,), schema=None, variant=None)
     small = Trial(schema, variant, steps_for(*kind), alone, rule, 0, param.dtype).begun()[1][path]

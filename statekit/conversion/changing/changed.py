@@ -211,15 +211,7 @@ def _begun_anew(
 
 
 def _some_anew(state: TrainState, pattern: str, where: str, way: Policy, done: list[Change]) -> TrainState:
-    """Returns a state in which some parameters' slots, and their counts, have the values that the rule begins with.
-
-    Args:
-        state: The state.
-        pattern: Of slots, or of `count`.
-        where: A pattern of parameters, or of the labels that the run gave its groups.
-        way: What becomes of them.
-        done: What was changed; added to.
-    """
+    """Returns a state in which some parameters' slots, and their counts, have the values that the rule begins with."""
     paths = [
         path for group in state.optimizer.groups for path in group.paths if _is_meant(path, group, where)
     ]

@@ -97,15 +97,7 @@ def _stable(
 
 
 def _behind_warmup(style: str, peak: float, low: float, warmup: int, steps: int) -> list[Piece] | None:
-    """Returns the pieces that follow the warmup; None for a style that no other system has.
-
-    Args:
-        style: How the rate decays.
-        peak: The rate at the end of the warmup.
-        low: The rate that it stays at.
-        warmup: Updates of the warmup.
-        steps: Updates until the end of the decay.
-    """
+    """Returns the pieces that follow the warmup; None for a style that no other system has."""
     if style == "constant":
         return [piece("constant", warmup, rate=peak)]
     if style == "linear":

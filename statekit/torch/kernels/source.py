@@ -496,12 +496,7 @@ _TYPES = {"int": "tl.int64", "bool": "tl.int1", "float64": "tl.float64", "float3
 
 
 def _numbers(scalars: Mapping[Traced, int], constants: dict[float, int]) -> str:
-    """Writes the kernel that computes what all tensors share from count and rate.
-
-    Args:
-        scalars: The place of each number that stages take.
-        constants: Filled with the numbers of the text that it takes.
-    """
+    """Writes the kernel that computes what all tensors share from count and rate."""
     names: dict[Traced, str] = {}
     lines = [
         "step = tl.full((), 0, tl.int64) + updates",

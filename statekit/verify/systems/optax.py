@@ -245,13 +245,7 @@ def _links(optimizer: str) -> list[str]:
 def _arguments(
     hyperparameters: Mapping[str, Any], links: Sequence[str], rates: Sequence[float]
 ) -> Mapping[str, Any]:
-    """Returns hyperparameters under the names of adamw() or adafactor(), if a chain of its links is described.
-
-    Args:
-        hyperparameters: Those of the recording, by link.
-        links: The links around the core, in the chain's order.
-        rates: The learning rate of each update.
-    """
+    """Returns hyperparameters under the names of adamw() or adafactor(), if a chain of its links is described."""
     decay, mask = _decay(hyperparameters, links)
     if "scale_by_adam" in hyperparameters:
         behind = {"weight_decay": decay, "mask": mask}
