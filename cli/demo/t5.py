@@ -37,11 +37,7 @@ six times these limits.
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded run of T5X.
-
-    Attributes:
-        folder: Where it lies.
-    """
+    """A recorded run of T5X."""
 
     folder: Path
 

@@ -95,10 +95,6 @@ class _Entry(NamedTuple):
 class Archive:
     """An archive opened for reading. Only its directory and headers have been read; of one in a store, the directory.
 
-    Args:
-        source: The archive.
-        deflated: Whether members may be.
-
     Raises:
         RefusedError: It has two readings, or members that aren't stored in a way that is allowed.
         CorruptError: Its directory, or what it says, disagrees with its bytes.

@@ -21,13 +21,7 @@ from statekit.tensors.tensor import Tensor, parts_of
 
 
 def diagnosed(right: TrainState, live: TrainState, differences: Sequence[Difference]) -> list[Finding]:
-    """Returns the findings that differences come to.
-
-    Args:
-        right: The checkpoint's state.
-        live: The live run's.
-        differences: In what they differ.
-    """
+    """Returns the findings that differences come to."""
     return list(_Diagnosis(right, live, differences).findings())
 
 

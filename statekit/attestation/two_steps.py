@@ -49,12 +49,7 @@ def are_of_one_run(earlier: TrainState, later: TrainState) -> bool:
 
 
 def between_steps(earlier: Step, later: Step) -> Iterator[Finding]:
-    """Yields what is wrong between two steps of a run.
-
-    Args:
-        earlier: The one before.
-        later: The one after.
-    """
+    """Yields what is wrong between two steps of a run."""
     gone = [place((path, "")) for path in earlier.state.params if path not in later.state.params]
     if gone:
         yield fault("parts-missing", gone, "the parameters of the step before", "nothing")

@@ -340,10 +340,6 @@ def _homes(variant: str | None, followed: Sequence[str], source: str) -> set[str
 def check_optimizer(state: TrainState, request: Request) -> None:
     """Refuses a state that another system's rule would step, as `check_steps` does; the remedy is the whole command.
 
-    Args:
-        state: The source's state.
-        request: The conversion.
-
     Raises:
         As `check_steps`.
     """
@@ -402,11 +398,6 @@ def unsaid(state: TrainState, there: TrainState, hints: CheckpointRef) -> list[F
 
 def check_said(facts: Sequence[Fact], place: object, layout: str) -> None:
     """Refuses a target that would store values which are not given.
-
-    Args:
-        facts: What is missing.
-        place: The source.
-        layout: The target's layout.
 
     Raises:
         UnknownRuleError: Names every one, with its documented default where there is one.

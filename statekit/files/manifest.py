@@ -740,12 +740,7 @@ def stated_spans(rest: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def size_fault(file: File, rest: Mapping[str, Any]) -> str:
-    """Compares a file's size with what the manifest inside says of it, without reading; "" if it fits.
-
-    Args:
-        file: The file.
-        rest: The manifest's field.
-    """
+    """Compares a file's size with what the manifest inside says of it, without reading; "" if it fits."""
     try:
         size, _ = int(rest["bytes"]), stated_spans(rest)
     except ValueError:

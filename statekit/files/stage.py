@@ -299,9 +299,6 @@ class Stage:
     def prove(self, reopen: Callable[[Place], Checkpoint]) -> Entries:
         """Reads what was written again and compares it with what was streamed; returns the entries of its files.
 
-        Args:
-            reopen: Opens what was written.
-
         Raises:
             CommitError: It cannot be read, or differs from the data.
         """

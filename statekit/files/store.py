@@ -239,12 +239,6 @@ class ListedTree:
 def pages_below(store: Any, place: str, name: str, most: int) -> list[Any]:
     """Returns pages of the listing of all below a name, of a thousand entries each; one above a limit if they are more.
 
-    Args:
-        store: An object of `obstore.store`.
-        place: Where the bucket begins.
-        name: The name.
-        most: The limit.
-
     Raises:
         FormatError: A page takes too long, or the store can't be read.
         NotFoundError: There is no such bucket.
@@ -279,10 +273,6 @@ def _waited(place: str, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 def facts_of_entry(entry: Any, place: str) -> Facts:
     """Returns what a store's listing says of an object.
-
-    Args:
-        entry: obstore's.
-        place: Where the bucket begins.
 
     Raises:
         FormatError: It doesn't say which state of it, or not in a way that a request can repeat.

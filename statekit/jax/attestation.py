@@ -75,12 +75,7 @@ def attest(
 
 @dataclass
 class Live:
-    """What a run has in memory by now.
-
-    Attributes:
-        params: The parameters.
-        opt_state: The optimizer's state.
-    """
+    """What a run has in memory by now."""
 
     params: Any
     opt_state: Any

@@ -35,12 +35,7 @@ LIVE = Path("the live run")
 
 @dataclass(frozen=True)
 class LiveArray:
-    """An array on whatever devices; of one that several processes have, the part of this one.
-
-    Attributes:
-        value: The array.
-        name: What it is called.
-    """
+    """An array on whatever devices; of one that several processes have, the part of this one."""
 
     value: Any
     name: str

@@ -72,12 +72,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Carried:
-    """A state to which a map was applied.
-
-    Attributes:
-        state: What it became.
-        mapped: Every parameter of it.
-    """
+    """A state to which a map was applied."""
 
     state: TrainState
     mapped: tuple[Mapped, ...]

@@ -289,10 +289,6 @@ class Unstack(OfEach):
     Bitwise along a BATCH axis where the update treats it so that every tensor goes on by itself, as that of T5X does.
     Else each value is kept, but what the update computes over the whole parameter was computed over the stack:
     statistics. What was averaged away along the axis can't be told apart.
-
-    Attributes:
-        axis: The axis.
-        place: Which.
     """
 
     axis: int

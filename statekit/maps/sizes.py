@@ -191,12 +191,7 @@ class Resize(OfEach):
 
 @dataclass(frozen=True)
 class Recast(OfEach):
-    """A parameter in another dtype; its slots stay, but an average of it, which has its dtype.
-
-    Attributes:
-        before: Its dtype's name.
-        after: The other's.
-    """
+    """A parameter in another dtype; its slots stay, but an average of it, which has its dtype."""
 
     before: str
     after: str
@@ -232,11 +227,7 @@ class Recast(OfEach):
 
 @dataclass(frozen=True)
 class Factor(OfEach):
-    """A full second moment averaged, as a rule has it: what a run that factored the parameter would have kept.
-
-    Attributes:
-        axes: The rule's labels.
-    """
+    """A full second moment averaged, as a rule has it: what a run that factored the parameter would have kept."""
 
     axes: tuple[Axis, ...]
 

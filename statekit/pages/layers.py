@@ -39,11 +39,7 @@ class Layers:
     parts: tuple[str, ...]
 
     def plots(self, measure: str = "norm") -> list[Plot]:
-        """Returns a plot for the parameters and for each slot, with a curve for each stack.
-
-        Args:
-            measure: One of `MEASURES`.
-        """
+        """Returns a plot for the parameters and for each slot, with a curve for each stack."""
         plots = []
         for name, stacks in self.curves.items():
             layers = sorted({layer for stack in stacks.values() for layer in stack})

@@ -185,11 +185,7 @@ def convert_on(
 
 @dataclass(frozen=True)
 class Processes:
-    """Processes of this machine, begun by exec: a fork of a process that has read from a store would hang.
-
-    Attributes:
-        count: How many.
-    """
+    """Processes of this machine, begun by exec: a fork of a process that has read from a store would hang."""
 
     count: int
 

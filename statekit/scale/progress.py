@@ -41,12 +41,7 @@ class NoteDocument(TypedDict):
 
 @dataclass
 class Attempt:
-    """An attempt at a task, and the note that it leaves beside its folder.
-
-    Attributes:
-        folder: Where it writes.
-        name: The folder's name.
-    """
+    """An attempt at a task, and the note that it leaves beside its folder."""
 
     folder: Path
     name: str

@@ -89,9 +89,6 @@ def split(plan: Plan, place: str | os.PathLike[str], task_bytes: int = TASK_BYTE
 class Work(WorkFolder):
     """A conversion that many processes carry out. Leaving its context closes the source.
 
-    Args:
-        place: The work's folder.
-
     Raises:
         NotFoundError: There is no work.
         FormatError, CorruptError: Its document can't be trusted.

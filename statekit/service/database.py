@@ -306,9 +306,6 @@ class Ownership:
     The lock is the system's, which a process can't leave behind. Where the folder is shared by machines, its file says
     whose it was; an owner of another machine that didn't say goodbye may be alive, and is believed to be.
 
-    Args:
-        folder: The data folder.
-
     Raises:
         UsageError: Another server has it, by its number.
         CommitError: The folder can't be written to.

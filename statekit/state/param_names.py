@@ -93,10 +93,6 @@ def _as_peft(name: str) -> str:
 def wrapped_names(ours: Iterable[str], theirs: Collection[str]) -> dict[str, str]:
     """Returns the checkpoint's name by ours, of those that differ and have one partner alone.
 
-    Args:
-        ours: Names of the caller's.
-        theirs: Names in the checkpoint.
-
     Example:
         >>> wrapped_names(["h.w", "h.b"], ["module.h.w", "module.h.b"])
         {'h.w': 'module.h.w', 'h.b': 'module.h.b'}

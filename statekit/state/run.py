@@ -265,11 +265,7 @@ def rate_factors(extra: Mapping[str, Tree]) -> tuple[float, ...]:
 
 
 def run_of(extra: Mapping[str, Tree]) -> RunState:
-    """Returns what a state's extra says of the run.
-
-    Args:
-        extra: The state's.
-    """
+    """Returns what a state's extra says of the run."""
     schedules: list[Schedule] = []
     parts: list[RunPart] = []
     around = _Around.of(extra)

@@ -25,12 +25,7 @@ LIVE = Path("the live run")
 
 @dataclass(frozen=True)
 class LiveVariable:
-    """A variable in memory, on whatever device.
-
-    Attributes:
-        value: Keras' variable, or TensorFlow's.
-        name: What it is called.
-    """
+    """A variable in memory, on whatever device."""
 
     value: Any
     name: str

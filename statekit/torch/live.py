@@ -27,12 +27,7 @@ LIVE = Path("the live run")
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor in memory, on whatever device; of a sharded one, the part that this process has.
-
-    Attributes:
-        value: The tensor.
-        name: What it is called.
-    """
+    """A tensor in memory, on whatever device; of a sharded one, the part that this process has."""
 
     value: torch.Tensor
     name: str

@@ -130,12 +130,7 @@ def _deciding_keys(schema: str) -> tuple[str, ...]:
 
 
 def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupPlan:
-    """Plans how a group is moved.
-
-    Args:
-        group: The group.
-        slots: Its parameters' slots.
-    """
+    """Plans how a group is moved."""
     steps, variant = steps_for(group["schema"], group["variant"]), group["variant"]
     canonical_group, rules = canonical(group), rules_of(group)
     params = dict(zip(canonical_group.paths, group["params"], strict=True))

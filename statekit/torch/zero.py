@@ -42,12 +42,7 @@ def zero_optimizer(optimizer: Any) -> Any:
 def gathered(
     zero: Any, model: torch.nn.Module
 ) -> tuple[torch.optim.Optimizer, list[tuple[str, torch.nn.Parameter]]]:
-    """Returns an optimizer with the whole parameters and slots of a run, and the parameters by name.
-
-    Args:
-        zero: DeepSpeed's optimizer.
-        model: The model, without wrappers.
-    """
+    """Returns an optimizer with the whole parameters and slots of a run, and the parameters by name."""
     inner: torch.optim.Optimizer = zero.optimizer
     of_groups = list(_of_groups(zero))
     masters = _copies(zero) if type(zero).__name__ in _UNCUT else _joined(zero)

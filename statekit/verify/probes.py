@@ -111,14 +111,7 @@ FORMS: Mapping[Kind, Mapping[str, _Form]] = {
 
 
 def drawn(state: TrainState, kinds: tuple[Kind, ...], updates: int, seed: int) -> Iterator[Probe]:
-    """Yields the probes of a state.
-
-    Args:
-        state: What is stepped.
-        kinds: Which.
-        updates: How many.
-        seed: Of the draws.
-    """
+    """Yields the probes of a state."""
     sizes = {path: _size(state, path) for path in state.params}
     for kind in kinds:
         for name, form in FORMS[kind].items():
@@ -173,13 +166,7 @@ class GradientsFile:
     size: int
 
     def probe(self, sample: Sample, state: TrainState, updates: int) -> Probe:
-        """Returns the gradients of what is stepped, of the first updates.
-
-        Args:
-            sample: What is stepped.
-            state: The state of that.
-            updates: How many.
-        """
+        """Returns the gradients of what is stepped, of the first updates."""
         sets = self.sets * updates if self.is_one_for_all else self.sets[:updates]
         return Probe("from the file", tuple(_sampled(grads, sample, state) for grads in sets))
 

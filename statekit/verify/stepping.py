@@ -67,10 +67,6 @@ class Bounds:
     """What arithmetic can make of a state by a rule, after the updates of a probe.
 
     Where an interval is NaN, as infinity may have met zero on the way, and float64 gives a number, nothing is decided.
-
-    Attributes:
-        intervals: Of each tensor.
-        exact: The same in float64.
     """
 
     intervals: Mapping[Key, Interval]

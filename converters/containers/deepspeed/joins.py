@@ -89,10 +89,6 @@ class Joins:
     def record(self, name: str, shape: Shape) -> dict[str, Any]:
         """Returns what a universal checkpoint says of a whole parameter, for DeepSpeed to cut it again.
 
-        Args:
-            name: The parameter.
-            shape: Its shape.
-
         Raises:
             FormatError: The information isn't made as DeepSpeed makes it.
         """

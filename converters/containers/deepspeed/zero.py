@@ -148,11 +148,6 @@ def by_group(shapes: Shapes, part: Part) -> Shapes:
 def joined(parts: Sequence[Part], shapes: Shapes, stage: int) -> dict[str, dict[str, Any]]:
     """Returns the optimizer's state by parameter, its float32 weight among it.
 
-    Args:
-        parts: What each rank holds.
-        shapes: The parameters.
-        stage: ZeRO's stage.
-
     Raises:
         CorruptError: What ranks hold doesn't make up the parameters.
     """

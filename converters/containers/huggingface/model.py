@@ -237,10 +237,6 @@ def open_sharded(folder: Place, key: str, files: Files) -> tuple[Tree, tuple[Fin
 def open_optimizer_apart(folder: Place, files: Files) -> Apart:
     """Opens the optimizer of `model_apart`, with what its library keeps beside it; nothing where it isn't there.
 
-    Args:
-        folder: The folder around both.
-        files: The checkpoint's open files.
-
     Raises:
         FormatError: A file can't be trusted, or isn't what its library writes.
     """

@@ -99,11 +99,6 @@ class TreeMetadata:
 def parse(data: bytes, place: str, account: Account | None = None) -> TreeMetadata:
     """Reads `_METADATA`.
 
-    Args:
-        data: The file.
-        place: Its path.
-        account: What it draws on.
-
     Raises:
         FormatError: It isn't such metadata.
     """

@@ -26,11 +26,7 @@ _STEPS = 16
 
 
 class Attributes:
-    """Reads the attributes of a file.
-
-    Args:
-        file: The file.
-    """
+    """Reads the attributes of a file."""
 
     def __init__(self, file: Structure) -> None:
         self._file, self._account = file, file.source.account

@@ -43,11 +43,6 @@ class Link(NamedTuple):
 def links(file: Structure, header: Header, group: str) -> list[Link] | None:
     """Returns the members of a group, unsorted; None if the header is no group's.
 
-    Args:
-        file: The file.
-        header: The group's.
-        group: Its name, for errors.
-
     Raises:
         CorruptError: The group is broken, or has two members of one name.
         RefusedError: It links to something elsewhere.

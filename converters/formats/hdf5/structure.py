@@ -99,10 +99,6 @@ class Fields:
 class Structure:
     """An HDF5 file's structure.
 
-    Args:
-        source: The file.
-        place: What errors call it.
-
     Raises:
         CorruptError: The superblock is broken, or the file is shorter than it says.
         FormatError: Addresses of a kind that isn't read.

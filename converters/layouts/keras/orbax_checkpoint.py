@@ -44,10 +44,6 @@ def _state(tree: Any) -> Mapping[str, Any]:
 def as_numbered(tree: Mapping[str, Any], place: object) -> dict[str, Any]:
     """Returns the tree of a file of Keras that says the names of its variables, as statekit writes it.
 
-    Args:
-        tree: The checkpoint's.
-        place: The checkpoint, for errors.
-
     Raises:
         FormatError: The config is no JSON.
     """

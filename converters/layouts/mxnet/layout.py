@@ -469,13 +469,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class MXNetOptim:
-    """One optimizer of MXNet.
-
-    Attributes:
-        name: The name for `--layout`.
-        title: One line for people.
-        kind: The optimizer.
-    """
+    """One optimizer of MXNet."""
 
     name: str
     title: str

@@ -28,11 +28,6 @@ def numbers(specs: Iterable[str]) -> dict[str, int]:
 def joined(name: str, slices: Mapping[str, Tensor], place: object) -> Tensor:
     """Returns the variable that slices make up.
 
-    Args:
-        name: The variable's.
-        slices: By their places.
-        place: The checkpoint, for messages.
-
     Raises:
         StateError: They don't make up one, as TensorFlow saves slots of partitioned variables below a scope.
     """

@@ -81,10 +81,6 @@ def _libc() -> ctypes.CDLL:
 def confine(reach: Reach, scratch: Path) -> bool:
     """Takes from this process, for good, whatever isn't within reach; what the kernel can't take is left.
 
-    Args:
-        reach: What it keeps.
-        scratch: Its temporary folder.
-
     Returns:
         Whether the kernel bounds its files: it has Landlock.
 

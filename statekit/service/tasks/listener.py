@@ -13,11 +13,7 @@ _PROGRESS_SECONDS = 0.25
 
 
 class Listener:
-    """Takes what a task reports, and writes it as lines of JSON.
-
-    Args:
-        output: Takes the lines.
-    """
+    """Takes what a task reports, and writes it as lines of JSON."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output

@@ -162,11 +162,7 @@ Which: TypeAlias = Annotated[Wanted, Depends(_wanted)]
 
 
 def catalogue_routes(catalogue: Catalogue) -> APIRouter:
-    """Returns the routes of what there is.
-
-    Args:
-        catalogue: The checkpoints.
-    """
+    """Returns the routes of what there is."""
     routes = APIRouter(prefix=PREFIX, responses=PROBLEMS, dependencies=EVERYWHERE, tags=["catalogue"])
 
     @routes.get("/roots")

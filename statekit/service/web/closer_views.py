@@ -57,12 +57,7 @@ class Step:
 
 
 def closer_screens(routes: APIRouter, of: Screens) -> None:
-    """Adds the routes of these screens.
-
-    Args:
-        routes: Where to.
-        of: What they need.
-    """
+    """Adds the routes of these screens."""
     _run(routes, of)
     _layers(routes, of)
     _parameter(routes, of)

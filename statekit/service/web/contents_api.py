@@ -48,11 +48,7 @@ class Parameters(BaseModel):
 
 
 def contents_routes(service: Service) -> APIRouter:
-    """Returns the routes of what checkpoints hold, where they resume and where they come from.
-
-    Args:
-        service: Whose checkpoints they are.
-    """
+    """Returns the routes of what checkpoints hold, where they resume and where they come from."""
     jobs = service.jobs
     routes = APIRouter(prefix=PREFIX, responses=PROBLEMS, dependencies=EVERYWHERE, tags=["contents"])
 

@@ -130,12 +130,7 @@ def user_header(name: str, proxies: Sequence[str]) -> UserHeader:
 
 
 class Named:
-    """Notes who asks, where a proxy of ours says it; the header from anywhere else is ignored, and logged.
-
-    Args:
-        app: What answers.
-        users: Which header, and whose.
-    """
+    """Notes who asks, where a proxy of ours says it; the header from anywhere else is ignored, and logged."""
 
     def __init__(self, app: ASGIApp, users: UserHeader) -> None:
         self.app, self.users = app, users

@@ -20,12 +20,7 @@ _LOG = structlog.get_logger("statekit.service")
 
 
 class Requests:
-    """Counts and logs what the application answers, and answers for it where it raises what nobody foresaw.
-
-    Args:
-        app: What answers.
-        metrics: Where it is counted.
-    """
+    """Counts and logs what the application answers, and answers for it where it raises what nobody foresaw."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics

@@ -43,11 +43,7 @@ class ScreenContents:
 
 
 class Screens:
-    """What all screens need: the service, the templates, and what is looked up for several of them.
-
-    Args:
-        service: What they show.
-    """
+    """What all screens need: the service, the templates, and what is looked up for several of them."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.catalogue, self.jobs = service, service.catalogue, service.jobs

@@ -96,11 +96,7 @@ class Readable(APIRoute):
 
 
 def screens(service: Service) -> APIRouter:
-    """Returns the routes of the screens, and of their scripts and styles.
-
-    Args:
-        service: What they show.
-    """
+    """Returns the routes of the screens, and of their scripts and styles."""
     of = Screens(service)
     routes = APIRouter(include_in_schema=False, route_class=Readable)
     for add in (_data, _catalogue, _checkpoint, closer_screens, _jobs):
