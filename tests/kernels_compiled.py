@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import statekit.torch
+from statekit.torch.fast import dispatch
 from statekit.torch.kernels import grouped, source
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -61,7 +62,7 @@ def compile_update(kind: str, options: Mapping[str, Any], shapes: Sequence[tuple
 
 def patches() -> Iterator[Any]:
     """Yields what lets a process without a GPU take the way of one that has it, and compile where that one launches."""
-    yield patch.object(grouped, "runs_on", lambda device: True)
+    yield patch.object(dispatch, "runs_on", lambda device: True)
     yield patch.object(grouped.Launches, "launch", compile_stages)
     yield patch.object(source, "_rounding", lambda: source.PACKED)
 

@@ -13,7 +13,8 @@ from statekit.torch.fast.adamw import fast_adamw
 from statekit.torch.fast.lamb import fast_lamb
 from statekit.torch.fast.lans import fast_lans
 from statekit.torch.fast.scaled_adam import fast_scaled_adam
-from statekit.torch.kernels.grouped import GroupedMove, grouped_move, has_triton
+from statekit.torch.kernels import runs_on
+from statekit.torch.kernels.grouped import GroupedMove, grouped_move
 from statekit.torch.kernels.sharded import ShardedMove, sharded_move
 from statekit.torch.sharding import is_sharded
 
@@ -64,9 +65,11 @@ def fast_path(
     """
     if schema not in FAST or param.numel() == 0:
         return None
+    has_kernels = runs_on(param.device)
     if is_sharded(param):
-        return sharded_move(schema, variant, config, param, slots or {}) if has_triton() else None
-    return grouped_move(schema, variant, config, param) or FAST[schema](variant, config, param)
+        return sharded_move(schema, variant, config, param, slots or {}) if has_kernels else None
+    move = grouped_move(schema, variant, config, param) if has_kernels else None
+    return move or FAST[schema](variant, config, param)
 
 
 def takes_any_gradient(move: FastMove) -> bool:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.util import find_spec
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -24,7 +23,7 @@ from statekit.state.constants import variant_constants
 from statekit.state.train_state import Axis, Rule
 from statekit.torch.fast.adafactor import item_of
 from statekit.torch.kernels.joining import Region, Split, join
-from statekit.torch.kernels.source import Program, is_interpreted
+from statekit.torch.kernels.source import Program
 from statekit.torch.kernels.staging import FULL, SIDE
 from statekit.torch.kernels.traced import CannotTraceError
 from statekit.torch.kernels.tracing import Item, dims_of, matrix_rule, traced, vector_rule
@@ -49,19 +48,6 @@ MIXED = (4096, 65536)
 """Vectors up to these lengths go in one launch, whatever their lengths: norms and biases are many and small."""
 WARPS = 4
 """Threads hold few elements: roundings by the rule, above all of quotients and roots, take registers."""
-
-
-@cache
-def has_triton() -> bool:
-    """Tells whether Triton is installed."""
-    return find_spec("triton") is not None
-
-
-def runs_on(device: torch.device) -> bool:
-    """Tells whether kernels run on a device: a GPU that torch has Triton for, or Triton's interpreter on a CPU."""
-    if device.type == "cpu":
-        return is_interpreted() and has_triton()
-    return device.type in ("cuda", "xpu") and has_triton()
 
 
 @dataclass(frozen=True)
@@ -157,7 +143,7 @@ class GroupedMove:
 def grouped_move(
     schema: str, variant: str, config: Any, param: torch.Tensor, split: Split | None = None
 ) -> GroupedMove | None:
-    """Returns the grouped move of a parameter; None where kernels don't run, or not by its rule.
+    """Returns the grouped move of a parameter; None where kernels don't run by its rule.
 
     Args:
         schema: The optimizer.
@@ -166,7 +152,7 @@ def grouped_move(
         param: The parameter, or what this process has of it.
         split: How processes share it, if they do.
     """
-    if not runs_on(param.device) or not _is_dense(param, may_be_empty=split is not None):
+    if not _is_dense(param, may_be_empty=split is not None):
         return None
     sides: tuple[str, ...] = ()
     shape: tuple[int, ...] = (param.numel(),)

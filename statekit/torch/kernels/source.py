@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from statekit.tensors.tensor import DTYPES
+from statekit.torch.kernels import is_interpreted
 from statekit.torch.kernels.staging import FULL, SIDE, SINGLE, Stage, Staging, is_cut, is_rounded, span
 from statekit.torch.kernels.traced import Traced
 
@@ -574,11 +574,6 @@ def _rounding() -> str:
     # The instruction that converts two at once came with compute capability 8.0.
     has_pairs = bool(torch.version.cuda) and torch.cuda.get_device_capability() >= (8, 0)
     return PACKED if has_pairs else NATIVE
-
-
-def is_interpreted() -> bool:
-    """Tells whether Triton's interpreter runs kernels, on a CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def program(staging: Staging, arrays: Mapping[str, Traced], lengths: Mapping[str, int]) -> Program:
