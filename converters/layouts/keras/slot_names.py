@@ -14,9 +14,6 @@ from collections.abc import Mapping, Sequence
 
 from statekit.tensors.tensor import Shape
 
-KERAS2 = {"m": "m", "v": "v", "v_max": "vhat", "v_row": "r", "v_col": "c", "average": "average"}
-"""What Keras 2 calls a slot in the names of variables, by its canonical name."""
-
 
 def plain_name(name: str) -> str:
     """Returns a variable's name without the number of an output of TensorFlow's operation."""

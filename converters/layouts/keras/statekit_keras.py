@@ -250,12 +250,6 @@ def _check_scalars(rate: Tensor | None, iteration: Tensor | None, faults: Faults
         faults.add("is no number", RATE)
 
 
-def _given_variants(schemas: Mapping[str, str], hints: CheckpointRef) -> dict[str, str | None]:
-    """Returns the variants that the user gives, by schema."""
-    hints_of = hints.of({*schemas.values()})
-    return {schema: hint.variant for schema, hint in hints_of.items() if hint.variant is not None}
-
-
 def _slots(
     owned: Sequence[Owned], named: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:

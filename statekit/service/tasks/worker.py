@@ -32,8 +32,6 @@ IDLE_SECONDS = 0.2
 BEAT_SECONDS = 1.0
 DRAIN_SECONDS = 6.0
 """How long a job may go on after its worker was asked to end."""
-STOP_SECONDS = 2.0
-"""How long a task may take to end by itself before it is ended."""
 MEMORY = 4 * 2**30
 """Bytes of address space that a task has, beside what its checkpoints need."""
 FRAMEWORKS = 64 * 2**30
