@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
         return USAGE
     except click.ClickException as error:
-        return _tell(_of_click(error), USAGE, as_json, heading=_usage(error))
+        return _tell(UsageError(error.format_message()), USAGE, as_json, heading=_usage(error))
     except Stopped as stopped:
         return _tell(
             StatekitError(f"Stopped by {signal.Signals(stopped.number).name}."),
@@ -295,10 +295,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _say_no_more() -> None:
     """Lets what is still to be written to stdout, also when Python ends, go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _of_click(error: click.ClickException) -> UsageError:
-    return UsageError(error.format_message())
 
 
 def _usage(error: click.ClickException) -> str:

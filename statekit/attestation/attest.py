@@ -128,7 +128,7 @@ def attesting(
                 rates=run.live_rates,
                 length=run.live_length,
             )
-            needed = right.params if run.whole_model else _trained(right)
+            needed = right.params if run.whole_model else list(right.optimizer.paths)
             parted = _parted(
                 compared.differences, right, state, needed, run.shows_schedule, run.strict_schedule
             )
@@ -340,10 +340,6 @@ def _under_rule_of(right: TrainState, live: TrainState) -> tuple[TrainState, lis
         )
         for rule_difference in worse
     ]
-
-
-def _trained(state: TrainState) -> list[str]:
-    return list(state.optimizer.paths)
 
 
 def _is_one_sided(difference: Difference, needed: Container[str], shows_schedule: bool) -> bool:

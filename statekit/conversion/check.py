@@ -145,7 +145,7 @@ def _checked(place: CheckpointAt, tell: OnProgress, asked: bool) -> CheckedCheck
     except BudgetError:  # what can't be read with this budget isn't damaged
         raise
     except StatekitError as error:
-        if asked and isinstance(error, NotFoundError) and _same(error.place, place.path):
+        if asked and isinstance(error, NotFoundError) and spelled(error.place) == spelled(place.path):
             raise  # no such step: none of its files has been looked at
         where = f"{error.place or place.path}"
         return CheckedCheckpoint(
@@ -155,10 +155,6 @@ def _checked(place: CheckpointAt, tell: OnProgress, asked: bool) -> CheckedCheck
             None,
             faults=((f"can't be read: {error.line}", where),),
         )
-
-
-def _same(place: object, path: Place) -> bool:
-    return spelled(place) == spelled(path)
 
 
 def _places_of_tensors(checkpoint: Checkpoint) -> set[str]:

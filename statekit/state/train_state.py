@@ -155,7 +155,7 @@ class Group:
         """Returns the group with other paths, also in hyperparameters that have a value for each path."""
         hyperparameters = {
             name: {rename(path): value for path, value in setting.items()}
-            if _is_by_path(name, setting)
+            if name in BY_NAME and isinstance(setting, Mapping)
             else setting
             for name, setting in self.hyperparameters.items()
         }
@@ -170,10 +170,6 @@ class Group:
         }
         kept = tuple(path for path in self.paths if path not in gone)
         return replace(self, paths=kept, hyperparameters=hyperparameters)
-
-
-def _is_by_path(name: str, setting: Any) -> bool:
-    return name in BY_NAME and isinstance(setting, Mapping)
 
 
 def _without(values: Mapping[str, Value], gone: Collection[str]) -> dict[str, Value]:
