@@ -263,6 +263,8 @@ def arrived(name: str, row: Row, path: Path) -> bool:
         )
     if name == "groups-exchanged":
         return len(state.optimizer.groups) > 1
+    if name == "moments-of-no-update":
+        return any(state.slots.values())
     if name == "slot-missing":  # what has no slots is frozen, where nothing else says what is moved
         moved = {path for group in state.optimizer.groups for path in group.paths}
         return any(path in moved and not state.slots.get(path) for path in state.params)
@@ -287,6 +289,10 @@ def evolved(state: TrainState) -> TrainState:
     counts = state.counts
     later = {path: count + 4 for path, count in counts.behind.items()}
     steps = {keys: leaf for keys, leaf in leaves(state.extra) if keys[-1:] == ("step",) and is_number(leaf)}
+    record = state.extra.get("megatron_common", {})  # Megatron-Core's own record of the run goes on too
+    if "iteration" in record:
+        record = {**record, "iteration": record["iteration"] + 4}
+        state = replace(state, extra={**state.extra, "megatron_common": record})
     moved = {keys: in_memory(np.asarray(leaf.read() + 4)) for keys, leaf in steps.items() if is_tensor(leaf)}
     return replace(
         state,

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from goldens import COMPACT
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import decoded
@@ -156,3 +158,33 @@ def test_options_of_nobody_are_no_adam_although_its_slots_are() -> None:
     }
     state = decoded(TORCH, Checkpoint("torch", Path("run.pt"), tree), CheckpointRef())
     assert state.optimizer.kinds == (("torch_native", None),)
+
+
+@pytest.mark.parametrize(("option", "name"), [("zeta", None), ("lr_scale", "torch Adamax")])
+def test_before_its_first_update_an_optimizer_is_told_by_all_of_its_options(
+    option: str, name: str | None
+) -> None:
+    """Seen red: without slots, whatever had `betas` was called torch's Adamax."""
+    group = {"params": [0], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, option: 0.5}
+    model = {"w": tensor(2, 3)}
+    parts = Parts(model=model, groups=[group], state={}, form="index", places=((), ()), rest={})
+    signature = signature_of(parts)
+    assert (signature.name if signature else None) == name
+
+
+def test_scaled_adam_is_told_before_its_first_update(tmp_path: Path) -> None:
+    """Seen red: a run of icefall that had made no update was called torch's Adamax."""
+    checkpoint = torch.load(
+        COMPACT / "scaled_adam/zipformer2025_bf16/checkpoint/checkpoint-4.pt", weights_only=False
+    )
+    optimizer = checkpoint["optimizer"]
+    group = {**optimizer["param_groups"][0], "params": [*range(len(checkpoint["model"]))]}
+    torch.save(
+        {"model": checkpoint["model"], "optimizer": {"state": {}, "param_groups": [group]}},
+        tmp_path / "run.pt",
+    )
+    with open_state(tmp_path / "run.pt") as opened:
+        state = opened.state
+    assert (state.optimizer.schema, state.counts.updates) == ("scaled_adam", 0)
+    assert list(state.params) == [name.replace(".", "/") for name in checkpoint["model"]]
+    assert not any(state.slots.values())

@@ -73,10 +73,12 @@ class Icefall:
     containers: tuple[str, ...] = ("torch",)
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
-        """Looks for delta beside exp_avg_sq, and for scalar_lr_scale in the groups."""
+        """Looks for scalar_lr_scale in the groups, and for delta beside exp_avg_sq once an update was made."""
         parts = find_parts(checkpoint)
         if parts is None or not all("scalar_lr_scale" in group for group in parts.groups):
             return None
+        if not any(parts.state.values()):
+            return Evidence(22, "an optimizer with scalar_lr_scale, before its first update")
         has_delta = any({"delta", "exp_avg_sq"} <= record.keys() for record in parts.state.values())
         return (
             Evidence(20, "delta and exp_avg_sq under an optimizer with scalar_lr_scale")
@@ -301,11 +303,13 @@ def _found_order(parts: Parts, is_sorted: bool, hints: CheckpointRef) -> Order:
     try:
         return _order(replace(parts, model=params), is_sorted)
     except StateError:
-        ordered = [name for name in hints.model or () if name in parts.model]
+        # Before the first update no slot has a shape that could contradict the model part.
+        source = MODEL_PART if hints.model is None and not any(parts.state.values()) else OWN_MODEL
+        ordered = [name for name in (params if source == MODEL_PART else hints.model or ()) if name in params]
         if len(parts.groups) != 1 or len(ordered) != len(parts.groups[0]["params"]):
             raise
-        note = f"The optimizer names no parameters; they are taken in the order of {OWN_MODEL}."
-        return Order((tuple(ordered),), (note,), ORDERS[OWN_MODEL])
+        note = f"The optimizer names no parameters; they are taken in the order of {source}."
+        return Order((tuple(ordered),), (note,), ORDERS[source])
 
 
 def _native_options(group: Group) -> dict[str, Any]:

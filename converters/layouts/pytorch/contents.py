@@ -95,12 +95,17 @@ class Signature:
                 _elsewhere().intersection(group).difference(self.options, self.private, self.allowed)
                 for group in groups
             )
-            and (not slots or {*self.slots} <= {*slots})
+            and ({*self.slots} <= {*slots} if slots else self._explains(groups))
             and ("*" in self.more or names.issuperset(slots))
             and all(group.keys() >= {*self.options} for group in groups)
             and not any(key in group for group in groups for key in self.absent)
             and all(group.get(key, value) == value for group in groups for key, value in self.fixed.items())
         )
+
+    def _explains(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Tells whether options suffice to tell it; few options of an optimizer without a schema are those of many."""
+        options = {*_usual(), *self.options, *self.more, *self.private, *self.allowed}
+        return self.schema is not None or not self.slots or all(options.issuperset(group) for group in groups)
 
 
 def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
@@ -302,6 +307,12 @@ def signatures() -> tuple[Signature, ...]:
 def _elsewhere() -> frozenset[str]:
     """Returns the options that change an update, and are of no optimizer whose signature doesn't name them."""
     return frozenset(shipped_json(__package__, "signatures.json")["elsewhere"])
+
+
+@cache
+def _usual() -> frozenset[str]:
+    """Returns the options that many optimizers share, and that tell none of them."""
+    return frozenset(shipped_json(__package__, "signatures.json")["usual"])
 
 
 def _signature(entry: Mapping[str, Any]) -> Signature:
