@@ -19,7 +19,21 @@ from statekit.state.schema import OptimizerSchema, load_schema
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-class AdafactorOptions(TypedDict, total=False):
+class _AroundUpdate(TypedDict, total=False):
+    """What Adafactor, LAMB, AdamW and Muon take for clipping, accumulation and averages, as Keras' base class does."""
+
+    global_norm_clip_threshold: float | None
+    clipnorm: float | None
+    clipvalue: float | None
+    loss_scale_factor: float | None
+    gradient_accumulation_steps: int | None
+    use_ema: bool
+    ema_momentum: float | None
+    ema_overwrite_frequency: int | None
+    global_clipnorm: float | None
+
+
+class AdafactorOptions(_AroundUpdate, total=False):
     """What Adafactor takes beside its learning rate."""
 
     factored: bool
@@ -35,7 +49,6 @@ class AdafactorOptions(TypedDict, total=False):
     dtype_momentum: str
     factor_map: Sequence[tuple[str, Any]] | Mapping[str, Any] | None
     weight_decay_rate_lr_exponent: float | None
-    global_norm_clip_threshold: float | None
     max_parameter_scale: float | None
     skip_nan_updates: bool
     relative_step: bool
@@ -50,13 +63,6 @@ class AdafactorOptions(TypedDict, total=False):
     exclude_from_parameter_scale: Sequence[str] | None
     exclude_from_weight_decay: Sequence[str] | Mapping[str, bool] | None
     maximize: bool
-    clipnorm: float | None
-    clipvalue: float | None
-    loss_scale_factor: float | None
-    gradient_accumulation_steps: int | None
-    use_ema: bool
-    ema_momentum: float | None
-    ema_overwrite_frequency: int | None
 
     beta2_decay: float
     beta_2_decay: float
@@ -66,7 +72,6 @@ class AdafactorOptions(TypedDict, total=False):
     eps: float | Sequence[float | None] | None
     epsilon_1: float | None
     epsilon_2: float
-    global_clipnorm: float | None
     momentum: float | None
     scale_parameter: bool | Sequence[tuple[str, bool]] | Mapping[str, bool]
     weight_decay: float | None
@@ -115,7 +120,7 @@ class LansOptions(TypedDict, total=False):
     weight_decay: float | None
 
 
-class AdamFamilyOptions(TypedDict, total=False):
+class AdamFamilyOptions(_AroundUpdate, total=False):
     """What LAMB and AdamW take beside their learning rate."""
 
     beta1: float
@@ -124,14 +129,6 @@ class AdamFamilyOptions(TypedDict, total=False):
     epsilon_root: float
     weight_decay_rate: float | None
     exclude_from_weight_decay: Sequence[str] | Mapping[str, bool] | None
-    global_norm_clip_threshold: float | None
-    clipnorm: float | None
-    clipvalue: float | None
-    loss_scale_factor: float | None
-    gradient_accumulation_steps: int | None
-    use_ema: bool
-    ema_momentum: float | None
-    ema_overwrite_frequency: int | None
 
     b1: float
     b2: float
@@ -139,7 +136,6 @@ class AdamFamilyOptions(TypedDict, total=False):
     beta_2: float
     eps: float
     eps_root: float
-    global_clipnorm: float | None
     weight_decay: float | None
 
 
@@ -170,7 +166,7 @@ class AdamWOptions(AdamFamilyOptions, total=False):
     wd: float | None
 
 
-class MuonOptions(TypedDict, total=False):
+class MuonOptions(_AroundUpdate, total=False):
     """What Muon takes beside its learning rate."""
 
     momentum: float
@@ -187,14 +183,6 @@ class MuonOptions(TypedDict, total=False):
     dtype_momentum: str | None
     adaptive: bool
     preconditioning: str
-    global_norm_clip_threshold: float | None
-    clipnorm: float | None
-    clipvalue: float | None
-    loss_scale_factor: float | None
-    gradient_accumulation_steps: int | None
-    use_ema: bool
-    ema_momentum: float | None
-    ema_overwrite_frequency: int | None
 
     adjust_lr_fn: str | None
     beta: float
@@ -203,7 +191,6 @@ class MuonOptions(TypedDict, total=False):
     eps: float
     extra_scale_factor: float
     fp32_matmul_prec: str
-    global_clipnorm: float | None
     mu_dtype: str | None
     muon_a: float
     muon_b: float
