@@ -9,10 +9,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Row, Select, and_, func, or_, select, tuple_, update
 from sqlalchemy.sql import ColumnElement
@@ -27,11 +27,11 @@ from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS
 from statekit.service.tasks.child import Zygote
 from statekit.service.tasks.failures import problem_of
 
+T = TypeVar("T")
 MOST_ITEMS = 500
 """Items of a page at most."""
 MOST_TAGS, TAG_LENGTH, NOTE_LENGTH = 32, 64, 4000
 _ALL = Query()
-_OF_RUN = ("id", "root", "path", "name", "steps", "first_step", "last_step", "size")
 _WORDS = 8
 """Words of a search that count."""
 _OPEN: Mapping[str, Any] = {
@@ -47,8 +47,15 @@ def utc(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def _utc(seconds: float | None) -> datetime | None:
+def utc_or_none(seconds: float | None) -> datetime | None:
+    """Returns a time of the database as a moment in UTC, if there is one."""
     return None if seconds is None else utc(seconds)
+
+
+def of_row(kind: type[T], row: Row[Any], **others: Any) -> T:
+    """Returns a row of the database as a record, whose other fields are given."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # records are dataclasses
+    return kind(**{name: row._mapping[name] for name in names - others.keys()}, **others)
 
 
 class Catalogue:
@@ -463,33 +470,12 @@ def _records(connection: Connection, rows: Sequence[Row[Any]]) -> tuple[Checkpoi
         for row in connection.execute(chosen):
             tags.setdefault(row.checkpoint, []).append(row.tag)
     return tuple(
-        Checkpoint(
-            id=row.id,
-            root=row.root,
-            path=row.path,
-            run=row.run,
-            name=row.name,
-            size=row.size,
+        of_row(
+            Checkpoint,
+            row,
             modified=utc(row.modified),
-            step=row.step,
-            container=row.container,
-            layout=row.layout,
-            optimizer=row.optimizer,
-            tensors=row.tensors,
-            parameters=row.parameters,
-            elements=row.elements,
-            resumable=row.resumable,
-            digest=row.digest,
-            seal=row.seal,
-            checked=_utc(row.checked),
-            verdict=row.verdict,
-            unreadable=row.unreadable,
-            undecoded=row.undecoded,
-            status=row.status,
-            replaced_by=row.replaced_by,
+            checked=utc_or_none(row.checked),
             tags=tuple(tags.get(row.id, ())),
-            note=row.note,
-            note_by=row.note_by,
             first_seen=utc(row.first_seen),
             seen=utc(row.seen),
         )
@@ -580,12 +566,7 @@ def _with_standing(connection: Connection, rows: Sequence[Row[Any]]) -> tuple[Ru
     """Returns runs with where each stands."""
     steps, tagged = _steps_of(connection, [row.id for row in rows])
     return tuple(
-        Run(
-            **{name: row._mapping[name] for name in _OF_RUN},
-            modified=_utc(row.modified),
-            **vars(standing(steps[row.id], tagged)),
-        )
-        for row in rows
+        of_row(Run, row, modified=utc(row.modified), **vars(standing(steps[row.id], tagged))) for row in rows
     )
 
 

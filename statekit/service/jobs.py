@@ -24,8 +24,10 @@ from statekit.service.catalogue import (
     decoded_cursor,
     encoded_cursor,
     learned,
+    of_row,
     subjects_of,
     utc,
+    utc_or_none,
 )
 from statekit.service.database import Database
 from statekit.service.lineage import check_thinning
@@ -578,20 +580,13 @@ def _job_of(connection: Connection, number: int) -> Job:
 
 def _job(connection: Connection, row: Row[Any]) -> Job:
     has_result = connection.scalar(select(func.count()).select_from(RESULTS).where(RESULTS.c.job == row.id))
-    return Job(
-        id=row.id,
-        kind=row.kind,
+    return of_row(
+        Job,
+        row,
         subjects=subjects_of(connection, row.id),
-        options=row.options,
-        state=row.state,
-        attempts=row.attempts,
         created=utc(row.created),
-        started=None if row.started is None else utc(row.started),
-        ended=None if row.ended is None else utc(row.ended),
-        fraction=row.fraction,
-        text=row.text,
+        started=utc_or_none(row.started),
+        ended=utc_or_none(row.ended),
         cancelling=row.cancelling and row.state == "running",
-        problem=row.problem,
-        requested_by=row.requested_by,
         has_result=bool(has_result),
     )
