@@ -11,11 +11,35 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
+T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
+GOLDEN = T5X.parents[3]
+TARGETS = {
+    "statekit": "run",
+    "torch": "run.pt",
+    "dcp": "run",
+    "safetensors": "run",
+    "flax": "run",
+    "keras-h5": "run.weights.h5",
+    "t5x": "run",
+    "tf-bundle": "run",
+    "accelerate": "run",
+}
+KINDS = {
+    **{to: (T5X, name) for to, name in TARGETS.items()},
+    "orbax": (T5X, "run"),
+    "dcp-safetensors": (GOLDEN / "hf_adafactor" / "fixedlr_scale_beta1_wd" / "checkpoint", "run"),
+    "hf-trainer": (GOLDEN / "hf_adafactor" / "fixedlr_scale_beta1_wd" / "checkpoint", "run"),
+    "megatron": (GOLDEN / "torch_formats" / "adamw_megatron_core" / "checkpoint", "run"),
+    "mxnet": (GOLDEN / "mxnet_folders" / "npy_beside_params" / "checkpoint", "run"),
+    "keras": (GOLDEN / "keras" / "adamw_ema_schedule_clip" / "checkpoint" / "model.keras", "run.keras"),
+    "deepspeed": (GOLDEN / "torch_formats" / "adamw_deepspeed_bf16_zero1" / "checkpoint", "run"),
+}
+"""A source and a target's name for every container that is written."""
 SECRET = "AKIASECRETOFTHESTORE"
 """What a server repeats in its errors, as real ones do with a key."""
 

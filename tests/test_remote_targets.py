@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_serving import _S3, SECRET, Served, serving
+from store_serving import _S3, KINDS, SECRET, T5X, TARGETS, Served, serving
 
 import statekit
 from statekit.cli.main import DONE, main
@@ -36,30 +36,6 @@ from statekit.files.manifest import FILE
 from statekit.files.tree import WORK
 from statekit.tensors.digest import tensor_digests
 
-T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
-GOLDEN = T5X.parents[3]
-TARGETS = {
-    "statekit": "run",
-    "torch": "run.pt",
-    "dcp": "run",
-    "safetensors": "run",
-    "flax": "run",
-    "keras-h5": "run.weights.h5",
-    "t5x": "run",
-    "tf-bundle": "run",
-    "accelerate": "run",
-}
-KINDS = {
-    **{to: (T5X, name) for to, name in TARGETS.items()},
-    "orbax": (T5X, "run"),
-    "dcp-safetensors": (GOLDEN / "hf_adafactor" / "fixedlr_scale_beta1_wd" / "checkpoint", "run"),
-    "hf-trainer": (GOLDEN / "hf_adafactor" / "fixedlr_scale_beta1_wd" / "checkpoint", "run"),
-    "megatron": (GOLDEN / "torch_formats" / "adamw_megatron_core" / "checkpoint", "run"),
-    "mxnet": (GOLDEN / "mxnet_folders" / "npy_beside_params" / "checkpoint", "run"),
-    "keras": (GOLDEN / "keras" / "adamw_ema_schedule_clip" / "checkpoint" / "model.keras", "run.keras"),
-    "deepspeed": (GOLDEN / "torch_formats" / "adamw_deepspeed_bf16_zero1" / "checkpoint", "run"),
-}
-"""A source and a target's name for every container that is written."""
 KILLS = 50
 
 
@@ -119,16 +95,6 @@ def test_a_target_in_a_store_is_that_of_a_disk(store: Served, tmp_path: Path, to
     assert {name.removeprefix(f"deep/{TARGETS[to]}"): data for name, data in store.files.items()} == names
     assert digests(near) == digests(far)
     assert not any(SECRET.encode() in data for data in store.files.values())
-
-
-@pytest.mark.parametrize("to", TARGETS)
-def test_a_target_on_google_is_written_under_conditions_too(google: Served, to: str) -> None:
-    far = f"gs://bucket/deep/{TARGETS[to]}"
-    written(far, to=to)
-    assert {*digests(far)} <= {*digests(T5X)} or to in ("keras-h5", "tf-bundle", "flax", "orbax")
-    with pytest.raises(TargetExistsError):
-        written(far, to=to)
-    assert not any(WORK in name for name in google.files)
 
 
 def test_orbax_reads_what_was_written_into_a_store(store: Served, tmp_path: Path) -> None:

@@ -1,37 +1,44 @@
-"""Servers that others wrote: a conversion into moto (S3) and azurite (Azure), and back, is that of a disk."""
+"""The table of docs/remote.md: every container, into and out of every store, is that of a disk, or is refused.
+
+S3 is moto and Azure is azurite, which others wrote; Google's store and the Hub are servers of our own.
+"""
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import hmac
+import json
 import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from pathlib import Path
 
 import pytest
-from store_serving import SECRET
+from store_serving import KINDS, SECRET, Served, serving
 
 import statekit
-from statekit.errors import StatekitError, TargetExistsError
+from statekit.errors import StatekitError, TargetExistsError, UsageError
+from statekit.files.manifest import FILE
+from statekit.files.source import checkpoint_place
+from statekit.files.store_home import bucket_of
 from statekit.files.tree import WORK
+from statekit.tensors.digest import tensor_digests
 
 ROOT = Path(__file__).parents[1]
-T5X = ROOT / "tests" / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
 MOTO = ROOT / ".moto"
 AZURITE = ROOT / ".azurite" / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
 """Where `make test` installs them."""
 ACCOUNT = "devstoreaccount1"
 PUBLIC_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """azurite's account and its key, which its documentation prints."""
-CONTAINERS = {"statekit": "run", "torch": "run.pt", "dcp": "run", "t5x": "run", "tf-bundle": "run"}
 
 
 def free_port() -> int:
@@ -93,40 +100,127 @@ def make_container(address: str) -> None:
     urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers)).close()
 
 
-def check_there_and_back(bucket: str, to: str, tmp_path: Path) -> None:
-    """Converts to a disk and into a store, and both of these to a disk: the values are the same."""
-    near, far = tmp_path / CONTAINERS[to], f"{bucket}/{to}/{CONTAINERS[to]}"
-    values = []
-    for number, target in enumerate((f"{near}", far)):
-        statekit.convert(T5X, target, to=to)
-        statekit.convert(target, tmp_path / f"back{number}", to="statekit")
-        with statekit.open(tmp_path / f"back{number}") as opened:
-            values.append({name: tensor.read().tobytes() for name, tensor in opened.tensors.items()})
-    assert values[0] == values[1] and values[0]
+@pytest.fixture
+def bucket(store: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Has a store answer, and gives the address of what is in its bucket."""
+    settings: dict[str, str] = {}
+    if store == "s3":
+        settings = {
+            "AWS_ACCESS_KEY_ID": SECRET,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": request.getfixturevalue("moto"),
+        }
+    elif store == "az":
+        settings = {
+            "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": PUBLIC_KEY,
+            "AZURE_STORAGE_USE_EMULATOR": "true",
+            "AZURITE_BLOB_STORAGE_URL": request.getfixturevalue("azurite"),
+        }
+    else:
+        pytest.importorskip("obstore")
+        address, _ = request.getfixturevalue("google")
+        settings = {
+            "STORAGE_EMULATOR_HOST": address,
+            "TENSORSTORE_GCS_HTTP_URL": address,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": SECRET,
+        }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    yield f"{store}://bucket"
+
+
+@pytest.fixture(scope="module")
+def google() -> Iterator[tuple[str, Served]]:
+    with serving("s3", {}) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Converts into a container on a disk, once."""
+    folder = tmp_path_factory.mktemp("near")
+
+    @functools.cache
+    def converted(to: str) -> Path:
+        source, name = KINDS[to]
+        target = folder / to / name
+        target.parent.mkdir()
+        statekit.convert(source, target, to=to, require="lossy")
+        return target
+
+    return converted
+
+
+def values(place: str | Path) -> dict[str, str]:
+    """Returns the digest of each tensor of a checkpoint."""
+    with statekit.open(place) as opened:
+        return dict(tensor_digests(opened.checkpoint.tensors, lambda name, size: None))
+
+
+def check_as_source(far: str, near: Path, folder: Path) -> None:
+    """Reads a checkpoint out of a store and off a disk: the values, and what they are converted to, are the same."""
+    assert values(far) == values(near) != {}
+    for number, source in enumerate((near, far)):
+        statekit.convert(source, folder / f"{number}", to="statekit", require="lossy")
+    manifests = [json.loads((folder / f"{number}" / FILE).read_text()) for number in range(2)]
+    assert manifests[0]["tensors"] == manifests[1]["tensors"] and manifests[0]["plan"] == manifests[1]["plan"]
+
+
+def stored(bucket: str, near: Path, name: str) -> None:
+    """Puts files of a disk into a store, as other programs do."""
+    import obstore
+
+    objects, _ = bucket_of(checkpoint_place(f"{bucket}/{name}"))
+    for file in (near, *near.rglob("*")):
+        if file.is_file():
+            obstore.put(
+                objects.store, f"{name}/{file.relative_to(near.parent).as_posix()}", file.read_bytes()
+            )
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("to", KINDS)
+@pytest.mark.parametrize("store", ["s3", "gs", "az"])
+def test_a_container_in_a_store_is_that_of_a_disk(
+    bucket: str, store: str, to: str, near: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, name = KINDS[to]
+    far = f"{bucket}/{to}/{name}"
+    if (store, to) == ("az", "orbax"):
+        with pytest.raises(UsageError, match="choose another container"):
+            statekit.convert(source, far, to=to, require="lossy")
+        stored(bucket, near(to), to)
+        with pytest.raises(StatekitError, match="copy it first") as caught:
+            statekit.open(far)
+        return
+    statekit.convert(source, far, to=to, require="lossy")
+    check_as_source(far, near(to), tmp_path)
     with pytest.raises(TargetExistsError):
-        statekit.convert(T5X, far, to=to)
+        statekit.convert(source, far, to=to, require="lossy")
     with pytest.raises(StatekitError) as caught:
         statekit.open(f"{bucket}/{WORK}{to}")
     assert SECRET not in f"{caught.value!r} {caught.value}" and PUBLIC_KEY not in f"{caught.value}"
 
 
-@pytest.mark.parametrize("to", CONTAINERS)
-def test_moto_gives_what_a_disk_gives(
-    moto: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("to", KINDS)
+def test_a_container_on_the_hub_is_that_of_a_disk(
+    to: str, near: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {"ACCESS_KEY_ID": SECRET, "SECRET_ACCESS_KEY": SECRET, "REGION": "us-east-1", "ENDPOINT_URL": moto}
-    for name, value in keys.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    check_there_and_back("s3://bucket", to, tmp_path)
-
-
-@pytest.mark.parametrize("to", CONTAINERS)
-def test_azurite_gives_what_a_disk_gives(
-    azurite: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    account = {"NAME": ACCOUNT, "KEY": PUBLIC_KEY}
-    for name, value in account.items():
-        monkeypatch.setenv(f"AZURE_STORAGE_ACCOUNT_{name}", value)
-    monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
-    monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", azurite)
-    check_there_and_back("az://bucket", to, tmp_path)
+    constants = pytest.importorskip("huggingface_hub.constants")
+    top = near(to).parent
+    files = {f"{path.relative_to(top)}": path.read_bytes() for path in top.rglob("*") if path.is_file()}
+    far = f"hf://owner/name@main/{near(to).name}"
+    with serving("hub", files) as (address, _):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # whatever the machine says
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        if to == "orbax":
+            with pytest.raises(StatekitError, match="copy it first"):
+                statekit.open(far)
+        else:
+            check_as_source(far, near(to), tmp_path)
+        with pytest.raises(UsageError, match="hf upload"):
+            statekit.convert(near(to), "hf://owner/name/other", to="statekit")

@@ -51,6 +51,7 @@ from statekit.files.tree import (
     absolute,
     copying,
     local_path,
+    not_written,
     shown_address,
 )
 from statekit.pipeline import empty, working
@@ -775,6 +776,8 @@ def target_place(target: str | os.PathLike[str] | Place) -> Place:
     Raises:
         UsageError: It is empty, or the address of something that isn't written.
     """
+    if isinstance(target, str) and target.startswith("hf://"):
+        raise not_written(shown_address(target))
     if isinstance(target, str) and target.partition("://")[0] not in STORES:
         return local_path(target)
     return checkpoint_place(target)

@@ -23,7 +23,7 @@ from statekit.files.homes import Encode, Entries, TargetKind, check_name, check_
 from statekit.files.manifest import FILE, Around, FindChecked, Unfinished, files_below, unfinished
 from statekit.files.objects import Objects, Upload
 from statekit.files.store import ListedTree, opened_store
-from statekit.files.tree import STORES, Facts, StoredPlace, address_of
+from statekit.files.tree import STORES, Facts, StoredPlace, address_of, not_written
 from statekit.tensors.tensor import BLOCK_BYTES
 
 _WITHOUT_DATABASES = ("az://",)
@@ -312,10 +312,5 @@ def bucket_of(place: StoredPlace) -> tuple[Objects, str]:
     """
     scheme, bucket, name = address_of(f"{place}")
     if scheme not in STORES:
-        raise UsageError(
-            "Checkpoints aren't written there.",
-            place=place,
-            expected="a path of this machine, or s3://, gs:// or az://",
-            remedy="write to a disk, and upload that: hf upload REPOSITORY LOCAL_FOLDER",
-        )
+        raise not_written(place)
     return Objects(opened_store(scheme, bucket, f"{place}"), f"{scheme}://{bucket}"), name

@@ -369,6 +369,16 @@ def local_path(source: str) -> Path:
     return Path(rest if separator else source)
 
 
+def not_written(place: object) -> UsageError:
+    """Returns the error of a target where nothing is written."""
+    return UsageError(
+        "Checkpoints aren't written there.",
+        place=place,
+        expected="a path of this machine, or s3://, gs:// or az://",
+        remedy="write to a disk, and upload that: hf upload REPOSITORY LOCAL_FOLDER",
+    )
+
+
 def _is_encodable(path: str) -> bool:
     """Tells whether a path has bytes: JSON may hold halves of characters, and only some of these stand for bytes."""
     try:
