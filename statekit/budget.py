@@ -144,6 +144,8 @@ class Budget:
         self._unmeasured: list[Callable[[], tuple[int, int]]] = []
         self._kept: OrderedDict[tuple[Account, Hashable], tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
+        self.few_counts = self.counts_apart = False
+        """Whether few of the counts that lie apart in a store are enough for the job, and whether there are such."""
         self.listeners: dict[Hashable, Callable[[int, memoryview], None]] = {}
         """Who is told of bytes of a file when they have been read, and where they stand, by its identity."""
 

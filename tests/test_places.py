@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import ast
 import os
+import threading
 import zipfile
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+import h5py
 import numpy as np
 import pytest
 import torch
 
 import statekit
 from statekit.conversion import registry
+from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
 from statekit.files.ahead import ReadAhead
 from statekit.files.source import Files, bring, checkpoint_place, listing, record, walked
-from statekit.files.tree import StoredPlace, address_of, fill
+from statekit.files.tree import Facts, StoredPlace, address_of, fill
 from statekit.testing.stores import CountingTree, MemoryTree, stored
 
 T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
@@ -197,8 +201,8 @@ def test_small_runs_of_a_file_are_brought_together() -> None:
     assert brought == len(counting.reads) <= len(runs) + 1
 
 
-PARAMETERS, SIDE = 30, 160
-"""So many matrices, of 100 KB each: their counts lie too far apart for one request."""
+PARAMETERS, SIDE = 30, 200
+"""So many matrices, of 160 KB each: their counts lie too far apart for one request."""
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +215,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         param.grad = torch.ones_like(param)
     optimizer.step()
     torch.save({"model": params, "optimizer": optimizer.state_dict(), "step": 1}, folder / "run.pt")
-    for container in ("dcp-safetensors", "flax", "mxnet", "keras-h5"):
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")  # which numbers its parameters
+    for container in ("dcp", "dcp-safetensors", "flax", "mxnet", "keras-h5"):
         path = folder / "".join((container, *registry.container(container).suffixes[:1]))
         statekit.convert(folder / "run.pt", path, to=container, assume_defaults=True, require="lossy")
     return folder
@@ -232,6 +237,46 @@ def test_opening_reads_no_count_and_the_first_count_brings_all(name: str, large:
     assert brought == len(counting.reads) <= opening + PARAMETERS + 2
 
 
+@pytest.mark.parametrize("name", ["run.pt", "optimizer.pt", "dcp.dcp", "dcp-safetensors"])
+def test_an_inspection_reads_two_of_the_counts_that_lie_apart(name: str, large: Path) -> None:
+    far, counting = stored(large / name)
+    inspection = statekit.inspect(far)
+    files = sum(1 for file in (large / name).rglob("*")) or 1
+    assert len(counting.reads) <= 2 + 4 * files
+    assert inspection.counts == statekit.inspect(large / name).counts
+    (note,) = {*inspection.assumptions} - {*statekit.inspect(large / name).assumptions}
+    assert f"counts of {PARAMETERS - 2} parameters" in note
+    assert note not in statekit.inspect(far, stats=True).assumptions
+    assert len(counting.reads) > PARAMETERS
+
+
+def test_counts_that_lie_together_are_all_read(tmp_path: Path) -> None:
+    params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(5)]
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    optimizer.state[params[2]]["step"] = torch.tensor(1.0)
+    saved = {"model": {f"p{i}": param for i, param in enumerate(params)}, "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "run.pt")
+    counts = statekit.inspect(stored(tmp_path / "run.pt")[0]).counts
+    assert counts is not None and (counts.updates, dict(counts.behind)) == (2, {"p2": 1})
+
+
+def test_what_was_brought_is_found_behind_a_smaller_run() -> None:
+    """Seen red: the run that begins last before a byte had hidden the longer one, which was brought again."""
+    counting = CountingTree(MemoryTree({"x": bytes(2**20)}))
+    with Files() as files:
+        source = files.source(StoredPlace(ReadAhead(counting), PurePosixPath("x")))
+        bring(source, [(1000, 10)])
+        for start in (0, 2000, 3000, 900, 60_000):
+            source.read(start, 100)
+        bring(source, [(4000, 10)])
+        source.read(5000, 100)
+        assert [count for _, _, count in counting.reads] == [10, 2**16]
+
+
 @pytest.mark.parametrize("name", ["flax", "mxnet", "keras-h5.weights.h5"])
 def test_a_file_whose_headers_lie_among_its_values_is_read_once(name: str, large: Path) -> None:
     far, counting = stored(large / name)
@@ -239,6 +284,40 @@ def test_a_file_whose_headers_lie_among_its_values_is_read_once(name: str, large
     statekit.inspect(far)
     assert len(counting.reads) <= 2 + 4 * len(files)
     assert sum(count for _, _, count in counting.reads) <= sum(files) + 2**17 * len(files)
+
+
+@pytest.mark.parametrize("name", ["flax", "mxnet", "keras-h5.weights.h5"])
+def test_headers_among_the_values_of_a_larger_file_are_read_with_what_lies_near(
+    name: str, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: each of 90 values took a request of its own, one after the other."""
+    monkeypatch.setattr("statekit.files.source._BROUGHT", 2**20)
+    far, counting = stored(large / name)
+    statekit.inspect(far)
+    sizes = [file.stat().st_size for file in (large / name, *(large / name).rglob("*")) if file.is_file()]
+    assert len(counting.reads) <= 3 * PARAMETERS / 2
+    assert sum(count for _, _, count in counting.reads) <= 2 * sum(sizes)
+
+
+def test_headers_of_a_group_are_asked_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a server that answers only when three ask got them one after the other. h5py's lie at five places."""
+    monkeypatch.setattr("statekit.files.source._BROUGHT", 2**20)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for number in range(24):
+            file.create_dataset(f"{number}", data=np.zeros(2**18, np.float32))
+    far, counting = stored(tmp_path / "x.h5")
+    together, read_into = threading.Barrier(3), counting.tree.read_into
+
+    def wait(facts: Facts, start: int, into: memoryview) -> None:
+        if start > 2**22 and not together.broken:
+            with suppress(threading.BrokenBarrierError):
+                together.wait(5)
+        read_into(facts, start, into)
+
+    monkeypatch.setattr(counting.tree, "read_into", wait)
+    with Files() as files:
+        assert len(open_hdf5(files.source(far), "x")) == 24
+    assert not together.broken and len(counting.reads) == 5
 
 
 def test_a_large_header_is_read_to_its_end_and_no_further() -> None:

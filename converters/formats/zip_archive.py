@@ -19,7 +19,7 @@ from statekit.converters.formats.crc import crc32
 from statekit.converters.formats.storage import DEFLATE, MOST_OF_ONE, decompressed
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
 from statekit.files.manifest import Checked
-from statekit.files.source import Part, Source, bring, bytes_at, hold, is_stored, record, short
+from statekit.files.source import Counts, Part, Source, bring, bytes_at, hold, is_stored, record, short
 from statekit.pipeline import RunningChecks
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
@@ -106,7 +106,7 @@ class Archive:
         entries, self._directory = _directory(source, deflated)
         self.members = _members(source, entries, self._directory)
         self._checks = RunningChecks(crc32)
-        self._small = _small_runs(entries) if is_stored(source) else []
+        self._small = Counts(source, _small_runs(entries))
 
     def read(self, name: str, start: int, count: int) -> Array:
         """Reads bytes of a member that is stored: (count,) uint8. Its checksum is compared the first time.
@@ -119,9 +119,8 @@ class Archive:
         member = self.members[name]
         if start < 0 or count < 0 or start + count > member.size:
             raise short(self.source, member.start + start, count)
-        if self._small and member.size <= _SMALL:  # whoever reads one count reads the others
-            bring(self.source, self._small)
-            self._small = []
+        if member.size <= _SMALL:
+            self._small.bring()
         piece = self.source.read(member.start + start, count)
         if member.crc:
             self._checks.take(name, start, piece.data, member.size, partial(self.check, name))
@@ -367,10 +366,11 @@ def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str,
     return members
 
 
-def _small_runs(entries: Iterable[_Entry]) -> list[tuple[int, int]]:
-    """Returns first byte and number of bytes of small members, each with its header."""
-    small = [entry for entry in entries if entry.stored <= _SMALL]
-    return [(entry.header, LOCAL.size + len(entry.name) + _EXTRA + entry.stored) for entry in small]
+def _small_runs(entries: Iterable[_Entry]) -> Iterator[tuple[int, int]]:
+    """Yields first byte and number of bytes of small members, each with its header."""
+    for entry in entries:
+        if entry.stored <= _SMALL:
+            yield entry.header, LOCAL.size + len(entry.name) + _EXTRA + entry.stored
 
 
 def _located(source: Source, entry: _Entry, limit: int) -> int:

@@ -262,7 +262,9 @@ def inspect(
     ref, chosen, evidence = chosen_container(ref)
     container = Choice(chosen.name, chosen.title, evidence.because)
     budget = ref.job_budget()
-    with registry.opened(chosen, ref.place, ref.step, ref, budget) as checkpoint:
+    budget.few_counts = not request.stats
+    with registry.opened(chosen, ref.place, ref.step, ref, budget) as whole:
+        checkpoint = replace(whole, few_counts=budget.counts_apart)
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
         opened = replace(opened, findings=checkpoint.findings, integrity=means_of(checkpoint))
         opened = replace(opened, uncounted=uncounted(checkpoint))

@@ -8,7 +8,7 @@ begins small again. What was brought is kept for the next reads. Values are the 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +27,8 @@ _FIRST, _WHOLE, _MOST = 2**16, 2**18, MOST_REQUESTS * REQUEST_BYTES
 """Bytes that a read brings at least; of a file that is read at once; and that may be under way behind a reader."""
 _AHEAD = 2**20
 """Bytes of a window from which on the next one is asked for before it is needed."""
+_NEAR = 2**20
+"""Bytes between two headers that come with them, in a file whose headers lie among its values."""
 _MOST_RUNS = 4
 """Places of a file from which it is read in order, by as many readers, of which the last ones are remembered."""
 _KEPT = 2**27
@@ -70,6 +72,7 @@ class ReadAhead:
         self._bytes = 0
         self._runs: dict[str, list[_Run]] = {}
         self._locks: dict[str, threading.Lock] = {}
+        self._scattered: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -104,17 +107,11 @@ class ReadAhead:
 
     def bring(self, facts: Facts, runs: Iterable[tuple[int, int]]) -> None:
         """Brings runs of a file, first byte and count of each, many requests at once; they are read later."""
-        wanted: list[tuple[int, int]] = []
-        for start, count in sorted(runs):
-            stop = min(start + count, facts.size)
-            if wanted and start <= wanted[-1][1] + _FIRST and stop - wanted[-1][0] <= REQUEST_BYTES:
-                wanted[-1] = wanted[-1][0], max(stop, wanted[-1][1])
-            elif start < stop:
-                wanted.append((start, stop))
 
         def read(run: tuple[int, int]) -> None:
             self._keep(facts.name, _Window(run[0], self._read_once(facts, *run)))
 
+        wanted = joined(runs, facts.size, _NEAR if facts.name in self._scattered else _FIRST)
         missing = ((self._past(facts.name, start, stop), stop) for start, stop in wanted)
         pieces = (
             (at, min(REQUEST_BYTES, stop - at))
@@ -122,6 +119,10 @@ class ReadAhead:
             for at in range(start, stop, REQUEST_BYTES)
         )
         list(self._threads.map(read, pieces))
+
+    def expect_scattered(self, facts: Facts) -> None:
+        """Has a reader who leaves out less than a request has in a file count as one who reads in order."""
+        self._scattered.add(facts.name)
 
     def _past(self, name: str, start: int, stop: int) -> int:
         """Returns the first byte of a run that wasn't brought yet; the last are as if they weren't."""
@@ -142,23 +143,38 @@ class ReadAhead:
         return window if start < window.stop else None
 
     def _keep(self, name: str, window: _Window) -> None:
-        """Keeps a window, and lets those go that were used least lately."""
+        """Keeps a window, and lets those go that lie in it, and those that were used least lately.
+
+        No window lies in another, so that the nearest one that begins before a byte ends last.
+        """
         with self._lock:
-            if (window_kept := self._kept.pop((name, window.start), None)) is None:
-                insort(self._starts.setdefault(name, []), window.start)
+            starts = self._starts.setdefault(name, [])
+            after = bisect_right(starts, window.start)
+            if after and self._kept[name, starts[after - 1]].stop >= window.stop:
+                return
+            first = bisect_left(starts, window.start)
+            while first < len(starts) and self._kept[name, starts[first]].stop <= window.stop:
+                self._drop(name, starts[first])
+            insort(starts, window.start)
             self._kept[name, window.start] = window
-            self._bytes += len(window.data) - (len(window_kept.data) if window_kept else 0)
+            self._bytes += len(window.data)
             while self._bytes > _KEPT and len(self._kept) > 1:
-                (other, start), gone = self._kept.popitem(last=False)
-                self._starts[other].remove(start)
-                self._bytes -= len(gone.data)
+                self._drop(*next(iter(self._kept)))
+
+    def _drop(self, name: str, start: int) -> None:
+        self._starts[name].remove(start)
+        self._bytes -= len(self._kept.pop((name, start)).data)
 
     def _brought(self, facts: Facts, start: int, count: int) -> _Window:
         """Brings a window of a file, and keeps it."""
         runs = self._runs.setdefault(facts.name, [])
-        run = next((run for run in runs if _goes_on(run, start)), None)
+        gap = REQUEST_BYTES if facts.name in self._scattered else _FIRST
+        run = next((run for run in runs if _goes_on(run, start, gap)), None)
         if run is None:
             run, first = _Run(start, _FIRST), start // _FIRST * _FIRST
+            if facts.size - start < _FIRST:  # archives have their directories before their ends
+                first = max(0, facts.size - 2 * _FIRST)
+                run.size = facts.size - first
             runs.append(run)
             for gone in runs[:-_MOST_RUNS]:
                 _forget(gone)
@@ -215,11 +231,30 @@ class ReadAhead:
         return ThreadPoolExecutor(MOST_REQUESTS, "statekit-store")
 
 
-def _goes_on(run: _Run, start: int) -> bool:
-    """Tells whether a read goes on where a run's reader is."""
-    if run.coming:
-        return min(run.coming) <= start < run.stop
-    return run.stop <= start <= run.stop + _FIRST
+def joined(runs: Iterable[tuple[int, int]], size: int, gap: int = _FIRST) -> list[tuple[int, int]]:
+    """Returns what is asked for to get runs of a file, where what lies near comes in one request.
+
+    Args:
+        runs: First byte and count of each.
+        size: That of the file.
+        gap: Bytes between two runs that come with them.
+
+    Returns:
+        First and last byte of each request, the last as if it weren't in it.
+    """
+    wanted: list[tuple[int, int]] = []
+    for start, count in sorted(runs):
+        stop = min(start + count, size)
+        if wanted and start <= wanted[-1][1] + gap and stop - wanted[-1][0] <= REQUEST_BYTES:
+            wanted[-1] = wanted[-1][0], max(stop, wanted[-1][1])
+        elif start < stop:
+            wanted.append((start, stop))
+    return wanted
+
+
+def _goes_on(run: _Run, start: int, gap: int) -> bool:
+    """Tells whether a read goes on where a run's reader is, or at most so many bytes behind."""
+    return min(run.coming, default=run.stop) <= start <= run.stop + gap
 
 
 def _forget(run: _Run) -> None:

@@ -125,6 +125,8 @@ class Checkpoint:
         manifest: The manifest, if what opening has looked at fits it: sizes, digests of small files, names, shapes and
             dtypes.
         is_numbered: Whether `step` is the step, and not a number at the end of a name, which may count something else.
+        few_counts: Whether a layout reads the first and the last of its parameters' counts alone: each takes a request
+            of a store.
     """
 
     container: str
@@ -138,6 +140,7 @@ class Checkpoint:
     proof: Proof | None = None
     manifest: Mapping[str, Any] | None = None
     is_numbered: bool = True
+    few_counts: bool = False
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:

@@ -18,13 +18,12 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from statekit.errors import CorruptError, Faults, FormatError
-from statekit.files.source import File, Files, bring, bytes_at, opening, record
+from statekit.files.source import Counts, File, Files, bytes_at, opening, record
 from statekit.files.tree import Place, StoredPlace
 from statekit.pipeline import empty
 from statekit.tensors.digest import bytes_digest
@@ -118,15 +117,9 @@ def open_safetensors(path: Place, files: Files | None = None) -> OpenFile:
         copy_account.hold(len(head), "The header of a safetensors file", f"{path}")
         copy_account.nodes(nodes, "The header of a safetensors file", f"{path}")
         _proven_by_library(source, head)
-    counts = [extent for extent in extents.values() if extent.stop - extent.start <= _COUNT]
-
-    @cache
-    def bring_counts() -> None:  # whoever reads one reads the others
-        bring(source, [(len(head) + extent.start, extent.stop - extent.start) for extent in counts])
-
-    tensors = {
-        name: _stored(source, name, extent, len(head), bring_counts) for name, extent in extents.items()
-    }
+    sizes = ((len(head) + extent.start, extent.stop - extent.start) for extent in extents.values())
+    counts = Counts(source, ((start, size) for start, size in sizes if size <= _COUNT))
+    tensors = {name: _stored(source, name, extent, len(head), counts) for name, extent in extents.items()}
     return OpenFile(tensors, metadata, bytes_digest(head), lambda: None)
 
 
@@ -289,13 +282,11 @@ def _proven_by_library(source: File, head: bytes) -> None:
         raise FormatError("The safetensors library refuses a file.", place=source.path, found=error) from None
 
 
-def _stored(
-    source: File, name: str, extent: _Extent, data_start: int, bring_counts: Callable[[], None]
-) -> Stored:
+def _stored(source: File, name: str, extent: _Extent, data_start: int, counts: Counts) -> Stored:
 
     def fetch(index: Index) -> Array:
         if extent.stop - extent.start <= _COUNT:
-            bring_counts()
+            counts.bring()
         block: Array = empty(index_shape(index), extent.dtype)
         into = block.reshape(-1).view(np.uint8).data
         for offset, run in _runs(extent, index):

@@ -41,7 +41,7 @@ from statekit.errors import (
     UsageError,
     nearest,
 )
-from statekit.files.ahead import ReadAhead
+from statekit.files.ahead import ReadAhead, joined
 from statekit.files.tree import (
     STORES,
     AnyPlace,
@@ -62,6 +62,8 @@ MOST_OPEN = 64
 """Files of one checkpoint that are open at once: a run of a thousand ranks writes thousands."""
 _DIGESTED_AT_ONCE = 2**20
 _READ_AT_ONCE = 2**23
+_FEW_RUNS = 3
+"""Requests for the counts of one file that are few: with those that open it they stay within `2 + 4 x files`."""
 _FEW, _BROUGHT = 2**16, 2**26
 """Bytes that a first read of a store brings anyway, and that are brought at once of what is held."""
 
@@ -199,10 +201,40 @@ def bring(source: Source, runs: Iterable[tuple[int, int]]) -> None:
             tree.bring(cast(Facts, source.identity), runs)
 
 
+class Counts:
+    """Small values of a file, as optimizers' counts are, which lie between its tensors: who reads one reads the others.
+
+    A job that is content with few of them leaves them where they are if each takes a request of its own.
+
+    Args:
+        source: The file.
+        runs: First byte and count of each.
+    """
+
+    def __init__(self, source: Source, runs: Iterable[tuple[int, int]]) -> None:
+        self._source, self._runs = source, list(runs) if is_stored(source) else []
+        budget = source.account.budget
+        if budget.few_counts and len(joined(self._runs, source.size)) > _FEW_RUNS:
+            budget.counts_apart, self._runs = True, []
+
+    def bring(self) -> None:
+        """Brings them, once."""
+        runs, self._runs = self._runs, []
+        if runs:
+            bring(self._source, runs)
+
+
 def bring_scattered(source: Source) -> None:
-    """Brings a file whose headers lie among its values; of a larger one than is kept, they are read one by one."""
+    """Brings a file whose headers lie among its values; of a larger one than is kept, what lies near together."""
     if source.size <= _BROUGHT:
         bring(source, [(0, source.size)])
+        return
+    while isinstance(source, Part):
+        source = source.whole
+    if isinstance(source, File) and isinstance(source.path, StoredPlace):
+        tree = source.path.tree
+        if isinstance(tree, ReadAhead):
+            tree.expect_scattered(cast(Facts, source.identity))
 
 
 def bytes_at(source: Source, start: int, count: int) -> bytes:

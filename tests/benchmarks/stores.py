@@ -138,15 +138,17 @@ ROWS: dict[str, Callable[[Path], str]] = {
 }
 CONTAINERS = (
     "torch", "safetensors", "statekit", "dcp", "dcp-safetensors", "megatron", "hf-trainer", "accelerate", "flax",
-    "mxnet", "keras-h5", "tf-bundle", "t5x",
+    "mxnet", "keras-h5", "tf-bundle",
 )  # fmt: skip
-"""All that our own trees can hold; tensorstore reads Orbax' databases from real stores alone."""
+"""All of AdamW that our own trees can hold; tensorstore reads Orbax' databases from real stores alone."""
 
 
 def opened(folder: Path, tensors: int, side: int) -> Table:
-    """Returns what opening a run of AdamW costs in each container, beside `2 + 4 x files` requests."""
+    """Returns what a run of AdamW costs in each container: to inspect, beside `2 + 4 x files`, and with all counts."""
     torch_run(tensors, side)(folder / "run.pt")
-    table = Table("container", "files", "requests", "of at most", "MB read", "MB in all")
+    table = Table(
+        "container", "files", "of at most", "requests", "MB read", "with all", "MB read", "MB in all"
+    )
     for container in CONTAINERS:
         path = folder / "".join((container, *registry.container(container).suffixes[:1]))
         try:
@@ -155,13 +157,13 @@ def opened(folder: Path, tensors: int, side: int) -> Table:
             table.add_row(container, error.line)
             continue
         sizes = [file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file()]
-        place, counting = stored(path)
-        statekit.open(place).close()
-        read = sum(count for _, _, count in counting.reads)
-        requests, most = len(counting.reads), 2 + 4 * len(sizes)
-        table.add_row(
-            container, *map(str, (len(sizes), requests, most)), f"{read / 1e6:.1f}", f"{sum(sizes) / 1e6:.1f}"
-        )
+        costs: list[str] = []
+        for look in (statekit.inspect, lambda place: statekit.open(place).close()):
+            place, counting = stored(path)
+            look(place)
+            read = sum(count for _, _, count in counting.reads)
+            costs += [f"{len(counting.reads)}", f"{read / 1e6:.1f}"]
+        table.add_row(container, f"{len(sizes)}", f"{2 + 4 * len(sizes)}", *costs, f"{sum(sizes) / 1e6:.1f}")
     return table
 
 

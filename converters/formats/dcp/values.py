@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from statekit.converters.formats.pytorch.reader import Opened, read_object
 from statekit.errors import CorruptError, Faults
 from statekit.files.checkpoint import Finding
 from statekit.files.checksums import ZIP
-from statekit.files.source import File, Files, Part, bring, byte_of, bytes_at
+from statekit.files.source import Counts, File, Files, Part, bring, byte_of, bytes_at
 from statekit.files.tree import Place
 from statekit.tensors.boxes import overlap
 from statekit.tensors.tensor import Array, Index, Stored, Tensor, in_memory, index_shape
@@ -64,9 +64,11 @@ def read_values(
         FormatError: Pieces lie outside their files, or objects can't be trusted.
     """
     sources = read_sources(contents, folder, files)
-    _bring_small(contents, sources)
+    for name, runs in _small_runs(contents.objects.values()).items():
+        bring(sources[name], runs)
+    pieces = (chunk.piece for entry in contents.tensors.values() for chunk in entry.chunks)
+    small = _Small({name: Counts(sources[name], runs) for name, runs in _small_runs(pieces).items()})
     files_read: dict[bytes, Opened] = {}
-    scalars: dict[bytes, Tensor] = {}
     objects = {key: _object(_part(sources, piece), files_read) for key, piece in contents.objects.items()}
     # Tensors' pieces aren't looked into yet; who saved them computes checksums for all pieces or for none.
     checksum = ZIP if all(file.is_checked for file in objects.values()) else ""
@@ -75,19 +77,17 @@ def read_values(
         if key in objects:
             values[key] = objects[key].tree
         else:
-            values[key] = _tensor(contents.tensors[key], sources, f"{folder}", checksum, scalars)
+            values[key] = _tensor(contents.tensors[key], sources, f"{folder}", checksum, small)
     return values, tuple(dict.fromkeys(finding for file in objects.values() for finding in file.findings))
 
 
-def _bring_small(contents: StoredContents, sources: Mapping[str, File]) -> None:
-    """Brings what is small from a store at once: hyperparameters and counts, each of which is an archive of its own."""
-    chunks = (chunk for entry in contents.tensors.values() for chunk in entry.chunks)
+def _small_runs(pieces: Iterable[StoredPiece]) -> dict[str, list[tuple[int, int]]]:
+    """Returns where small pieces lie, by file: hyperparameters and counts, each of which is an archive of its own."""
     runs: dict[str, list[tuple[int, int]]] = {}
-    for piece in (*contents.objects.values(), *(chunk.piece for chunk in chunks)):
+    for piece in pieces:
         if piece.size <= _REPEATED:
             runs.setdefault(piece.file, []).append((piece.start, piece.size))
-    for name, small in runs.items():
-        bring(sources[name], small)
+    return runs
 
 
 def _part(sources: Mapping[str, File], piece: StoredPiece) -> Part:
@@ -103,10 +103,8 @@ def _object(part: Part, files_read: dict[bytes, Opened]) -> Opened:
     return files_read[raw]
 
 
-def _tensor(
-    entry: Entry, sources: Mapping[str, File], place: str, checksum: str, scalars: dict[bytes, Tensor]
-) -> Stored:
-    boxes = tuple(_Box(chunk, entry, _part(sources, chunk.piece), scalars) for chunk in entry.chunks)
+def _tensor(entry: Entry, sources: Mapping[str, File], place: str, checksum: str, small: _Small) -> Stored:
+    boxes = tuple(_Box(chunk, entry, _part(sources, chunk.piece), small) for chunk in entry.chunks)
     # What lies in one piece streams as it lies in its file.
     grain = tuple(max(n, 1) for n in entry.chunks[0].box[1]) if len(boxes) > 1 else None
     files = {box.part.place for box in boxes}
@@ -131,17 +129,26 @@ class _Joined:
 
 
 @dataclass
-class _Box:
-    """A box of a tensor, whose header is read with its first values.
+class _Small:
+    """Pieces of tensors that are small.
 
     Attributes:
+        counts: Those of each file, by its name.
         scalars: The scalars of the checkpoint that were read, by the bytes of their archives.
     """
+
+    counts: Mapping[str, Counts]
+    scalars: dict[bytes, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Box:
+    """A box of a tensor, whose header is read with its first values."""
 
     chunk: Chunk
     entry: Entry
     part: Part
-    scalars: dict[bytes, Tensor] = field(repr=False)
+    small: _Small = field(repr=False)
     _values: Tensor | None = field(default=None, repr=False)
 
     def values(self) -> Tensor:
@@ -164,16 +171,19 @@ class _Box:
 
     def _saved(self) -> Tree:
         """Returns what was saved. Every parameter's count is the same archive, which is parsed once."""
+        if self.part.size <= _REPEATED:
+            self.small.counts[self.chunk.piece.file].bring()
         if self.entry.shape or self.part.size > _REPEATED:
             return read_object(self.part).tree
         raw = bytes_at(self.part, 0, self.part.size)
-        if raw in self.scalars:
-            return self.scalars[raw]
+        scalars = self.small.scalars
+        if raw in scalars:
+            return scalars[raw]
         saved = read_object(self.part).tree
         if isinstance(saved, Tensor) and not saved.shape:
             saved = in_memory(saved.read())
-            if len(self.scalars) < _SCALARS:
-                self.scalars[raw] = saved
+            if len(scalars) < _SCALARS:
+                scalars[raw] = saved
         return saved
 
     def fill(self, block: Array, index: Index) -> None:

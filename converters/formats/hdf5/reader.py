@@ -23,7 +23,7 @@ from statekit.converters.formats.hdf5.chunks import DEFLATE, Chunks
 from statekit.converters.formats.hdf5.headers import DATASPACE, DATATYPE, Header, read_header
 from statekit.converters.formats.hdf5.layouts import Lying, where
 from statekit.converters.formats.hdf5.links import links
-from statekit.converters.formats.hdf5.structure import Structure, broken
+from statekit.converters.formats.hdf5.structure import AT_ONCE, Structure, broken
 from statekit.converters.formats.hdf5.types import Kind, read_kind, read_space
 from statekit.converters.formats.storage import MOST_OF_ONE, ZLIB, dense
 from statekit.errors import CorruptError, FormatError, RefusedError
@@ -101,7 +101,9 @@ class _Reader:
         attributes = self._attributes.of(header, name)
         parts, starts = dict[str, Any](), dict[str, int]()
         firsts: list[int] = []
-        for key, address, _ in members:
+        for number, (key, address, _) in enumerate(members):
+            if number % AT_ONCE == 0:
+                self.file.bring(link.address for link in members[number:])
             path = f"{name}/{key}" if name else key
             if key == ATTRIBUTES:
                 raise FormatError("A member of an HDF5 file has an unusable name.", place=path, found=key)

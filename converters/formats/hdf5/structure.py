@@ -14,10 +14,12 @@ Source: The HDF Group, HDF5 File Format Specification 3.0, II.A "Superblock"; ch
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
+from itertools import islice
 
 from statekit.errors import CorruptError, FormatError
-from statekit.files.source import Source, bring_scattered, byte_of, bytes_at, require
+from statekit.files.source import Source, bring, bring_scattered, byte_of, bytes_at, is_stored, require
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _WORD = 0xFFFFFFFF
@@ -27,6 +29,8 @@ _HASH_STEPS = 4
 _MOST = 2**26
 """Bytes of the largest piece of structure that is read: an attribute, or a block of a heap."""
 _PAGE, _PAGES = 2**16, 16
+AT_ONCE = 512
+"""Addresses whose pages are brought from a store at once."""
 _NOWHERE = {width: (1 << 8 * width) - 1 for width in (2, 4, 8)}
 """The address of nothing, by its bytes."""
 
@@ -194,6 +198,12 @@ class Structure:
         if address is None:
             raise broken(self.place, "an address that is nowhere")
         return self._fields(address, size)
+
+    def bring(self, addresses: Iterable[int | None]) -> None:
+        """Has the pages of addresses brought from a store at once, of the first `AT_ONCE`: they aren't proven yet."""
+        if is_stored(self.source):
+            pages = {address // _PAGE for address in islice(addresses, AT_ONCE) if address is not None}
+            bring(self.source, ((page * _PAGE, _PAGE) for page in pages))
 
     def compare(self, data: bytes, stated: int, place: str) -> None:
         """Compares a checksum.

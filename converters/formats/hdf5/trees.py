@@ -42,6 +42,8 @@ def old_tree(file: Structure, address: int | None, kind: int, key: int) -> Itera
         if this != kind or level > _LEVELS or expected not in (None, level):
             raise broken(node.place, f"a node of kind {this} at level {level}")
         children = [(node.part(key), node.address()) for _ in range(count)]
+        if level or kind == GROUP_NODES:  # else they are values
+            file.bring(child for _, child in children)
         for fields, child in children:
             if level:
                 continue

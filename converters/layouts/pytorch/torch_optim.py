@@ -287,7 +287,7 @@ class TorchOptim:
         notes = dict.fromkeys((*order.notes, *of_names, *form_notes, *said_of_groups))
         groups = _groups(kinds, parts, order.groups, _decoupled(checkpoint, hints))
         rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
-        slots, counts, unread = {}, dict[str, int](), dict[str, Any]()
+        slots, unread = {}, dict[str, Any]()
         records, bare = _records(parts, order, kind_of)
         pieces: list[str] = []
         for path, record in records.items():
@@ -296,10 +296,10 @@ class TorchOptim:
                 rules[path] = Rule((Axis.NONE,) * len(params[path].shape), "file")
                 pieces.append(path)
             slots[path] = dict(_slots(kind, record, rules[path], params[path].shape, path, faults))
-            counts |= _counted(kind, record, path, faults)
             unread |= _unread(kind, record, path)
+        counts, uncounted = _counted(records, kind_of, checkpoint, faults)
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
-        counting = _counting(kind_of, bare)
+        counting = _counting(kind_of, bare, uncounted)
         done = 0 if counting else native.stated_updates(parts.groups, parts.rest, checkpoint)
         aside = {_INFORMATION: unread, _BY_NAME: _is_by_name(parts), SIDE_BY_SIDE: sides}
         extra = {**_extra(parts, moved, kinds), **bare.extra, **_present(aside)}
@@ -314,7 +314,7 @@ class TorchOptim:
                 _counts({**counts, **bare.counts}, counting, done),
                 {path: rule for path, rule in rules.items() if kind_of[path].schema == "adafactor"},
                 extra,
-                tuple(notes),
+                (*notes, *_of_uncounted(uncounted)),
             )
         )
         return state.with_facts(lambda facts: [*facts, *_facts_of(order, checkpoint)])
@@ -561,9 +561,10 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
         if len({number for group in numbers for number in group}) != sum(map(len, numbers)):
             return None
         kind_of = {i: kind for kind, group in zip(kinds, parts.groups, strict=True) for i in group["params"]}
-        counts = _updates_of(kind_of, parts.state)
-        if counts is None:
+        counted = _updates_of(kind_of, parts.state, checkpoint)
+        if counted is None:
             return None
+        counts, uncounted = counted
         groups = _clipped(_groups(kinds, parts, numbers, _decoupled(checkpoint, NO_HINTS)), parts, checkpoint)
     except StateError:
         return None
@@ -571,7 +572,9 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
     extra |= {SIDE_BY_SIDE: sides} if sides else {}
     done = _stated_updates(kinds, parts, checkpoint)
     optimizer = Optimizer.of(groups, [(kind.schema, kind.variant) for kind in kinds])
-    return Unnamed(optimizer, _counts(counts, (), done), extra, tuple(_of_gradients(checkpoint)))
+    return Unnamed(
+        optimizer, _counts(counts, (), done), extra, (*_of_gradients(checkpoint), *_of_uncounted(uncounted))
+    )
 
 
 def _stated_updates(kinds: Sequence[TorchOptimizer], parts: Parts, checkpoint: Checkpoint) -> int | None:
@@ -581,17 +584,18 @@ def _stated_updates(kinds: Sequence[TorchOptimizer], parts: Parts, checkpoint: C
 
 
 def _updates_of(
-    kind_of: Mapping[Any, TorchOptimizer], records: Mapping[Any, Mapping[str, Any]]
-) -> dict[str, int] | None:
-    """Returns the count of each parameter; None where one isn't told, or slots stand in no group."""
-    counts, faults = dict[str, int](), Faults()
+    kind_of: Mapping[Any, TorchOptimizer], records: Mapping[Any, Mapping[str, Any]], checkpoint: Checkpoint
+) -> tuple[dict[Any, int], frozenset[Any]] | None:
+    """Returns the counts of parameters, as `_counted`; None where one isn't told, or slots stand in no group."""
     if not records.keys() <= kind_of.keys():
         return None
-    for index, record in records.items():
-        # An optimizer without a schema may count nothing, as SGD doesn't.
-        if STEP in record or not kind_of[index].is_native:
-            counts |= _counted(kind_of[index], record, str(index), faults)
-    return None if faults else counts
+    # An optimizer without a schema may count nothing, as SGD doesn't.
+    counting = {
+        index: record for index, record in records.items() if STEP in record or not kind_of[index].is_native
+    }
+    faults = Faults()
+    counted = _counted(counting, kind_of, checkpoint, faults)
+    return None if faults else counted
 
 
 def _incomplete(checkpoint: Checkpoint) -> StateError:
@@ -765,12 +769,17 @@ def _records(
     )
 
 
-def _counting(kind_of: Mapping[str, TorchOptimizer], bare: native.NativeRecords) -> list[str]:
-    """Returns the parameters whose updates are counted: an optimizer without a schema may not."""
+def _counting(
+    kind_of: Mapping[str, TorchOptimizer], bare: native.NativeRecords, uncounted: Collection[str]
+) -> list[str]:
+    """Returns the parameters whose updates are counted, but for those whose counts aren't read.
+
+    An optimizer without a schema may count none.
+    """
     return [
         path
         for path, kind in kind_of.items()
-        if path in bare.counts or not (kind.is_native or kind.count is None)
+        if path not in uncounted and (path in bare.counts or not (kind.is_native or kind.count is None))
     ]
 
 
@@ -1151,9 +1160,26 @@ def _count(step: Any, path: str, faults: Faults) -> int:
     return int(number)
 
 
-def _counted(kind: TorchOptimizer, record: Mapping[str, Any], path: str, faults: Faults) -> dict[str, int]:
-    """Returns the count of a parameter by its path; none of an optimizer that counts nothing."""
-    return {} if kind.count is None else {path: _count(record.get(STEP), path, faults)}
+def _counted(
+    records: Mapping[Any, Mapping[str, Any]],
+    kind_of: Mapping[Any, TorchOptimizer],
+    checkpoint: Checkpoint,
+    faults: Faults,
+) -> tuple[dict[Any, int], frozenset[Any]]:
+    """Returns the counts of parameters, and whose weren't read, where the first and the last are enough."""
+    counting = [key for key in records if kind_of[key].count is not None]
+    uncounted = frozenset(counting[1:-1] if checkpoint.few_counts else ())
+    read = (key for key in counting if key not in uncounted)
+    return {key: _count(records[key].get(STEP), f"{key}", faults) for key in read}, uncounted
+
+
+def _of_uncounted(keys: Collection[object]) -> Iterator[str]:
+    """Yields that counts weren't read."""
+    if keys:
+        yield (
+            f"The counts of {plural(len(keys), 'parameter')} between the first and the last were not read: in this"
+            " store each takes a request. They are taken for the larger of these; `statekit convert` reads all."
+        )
 
 
 def _counts(counts: Mapping[str, int], params: Iterable[str], done: int | None = 0) -> Counts:
