@@ -29,7 +29,7 @@ from statekit.errors import StatekitError, TargetExistsError, UsageError
 from statekit.files.manifest import FILE
 from statekit.files.source import checkpoint_place
 from statekit.files.store_home import bucket_of
-from statekit.files.tree import WORK
+from statekit.files.tree import WORK, StoredPlace
 from statekit.tensors.digest import tensor_digests
 
 ROOT = Path(__file__).parents[1]
@@ -162,7 +162,7 @@ def values(place: str | Path) -> dict[str, str]:
 def check_as_source(far: str, near: Path, folder: Path) -> None:
     """Reads a checkpoint out of a store and off a disk: the values, and what they are converted to, are the same."""
     assert values(far) == values(near) != {}
-    for number, source in enumerate((near, far)):
+    for number, source in enumerate((f"{near}", far)):
         statekit.convert(source, folder / f"{number}", to="statekit", require="lossy")
     manifests = [json.loads((folder / f"{number}" / FILE).read_text()) for number in range(2)]
     assert manifests[0]["tensors"] == manifests[1]["tensors"] and manifests[0]["plan"] == manifests[1]["plan"]
@@ -172,7 +172,9 @@ def stored(bucket: str, near: Path, name: str) -> None:
     """Puts files of a disk into a store, as other programs do."""
     import obstore
 
-    objects, _ = bucket_of(checkpoint_place(f"{bucket}/{name}"))
+    place = checkpoint_place(f"{bucket}/{name}")
+    assert isinstance(place, StoredPlace)
+    objects, _ = bucket_of(place)
     for file in (near, *near.rglob("*")):
         if file.is_file():
             obstore.put(
