@@ -30,13 +30,7 @@ MAX_ROWS = 40
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @checkpoint_options
-def command(
-    ref: CheckpointRef,
-    updates: int,
-    seed: int,
-    everything: bool,
-    as_json: bool,
-) -> None:
+def command(ref: CheckpointRef, updates: int, seed: int, everything: bool, as_json: bool) -> None:
     """Compares a new optimizer's first updates with the run's.
 
     A cold start has the checkpoint's weights and a new optimizer. Both sides get the same learning rate and the same
@@ -46,11 +40,7 @@ def command(
     with output.progress("updates") as bar:
         task = bar.add_task("stepping", total=2 * updates)
         result = cold_start(
-            ref,
-            updates=updates,
-            seed=seed,
-            everything=everything,
-            on_update=lambda update: bar.advance(task),
+            ref, updates=updates, seed=seed, everything=everything, on_update=lambda update: bar.advance(task)
         )
     if as_json:
         output.print_json("cold-start", result.to_json())

@@ -109,11 +109,7 @@ _OF_PLANS = (
         shell_complete=complete_layouts,
         help="The layout of the target's optimizer.",
     ),
-    ref_options(
-        "source",
-        without=["layout"],
-        help={"container": "The source's container, if not detected."},
-    ),
+    ref_options("source", without=["layout"], help={"container": "The source's container, if not detected."}),
     click.option(
         "--step-offset",
         metavar="keep|reset|N",
@@ -222,9 +218,7 @@ def asks_for_a_plan(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @asks_for_a_plan
 @click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Show the plan, tensor by tensor, and whether TARGET's place is free.",
+    "--dry-run", is_flag=True, help="Show the plan, tensor by tensor, and whether TARGET's place is free."
 )
 @click.option("--replace", is_flag=True, help="Replace a target that statekit wrote.")
 @click.option("--replace-foreign", is_flag=True, help="Replace any file or folder.")
@@ -253,12 +247,7 @@ def asks_for_a_plan(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Path(path_type=Path),
     help="The folder that the workers of --on share, on TARGET's file system. Default: TARGET.work.",
 )
-@click.option(
-    "--verify",
-    "proves",
-    is_flag=True,
-    help="Prove afterwards that TARGET continues the same run.",
-)
+@click.option("--verify", "proves", is_flag=True, help="Prove afterwards that TARGET continues the same run.")
 @click.option(
     "--certificate",
     metavar="FILE.json",

@@ -34,11 +34,7 @@ _TENSORS = ("missing", "extra", "shape", "dtype", "values")
 @sides_options
 @report_option
 def command(
-    left: CheckpointRef,
-    right: CheckpointRef,
-    map_name: str | None,
-    as_json: bool,
-    report: Path | None,
+    left: CheckpointRef, right: CheckpointRef, map_name: str | None, as_json: bool, report: Path | None
 ) -> int:
     """Shows how two checkpoints differ, or where two runs part.
 

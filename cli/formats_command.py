@@ -72,12 +72,7 @@ def _layout(layout: LayoutCard) -> dict[str, Any]:
     }
 
 
-MARKS = {
-    Exactness.BITWISE: "=",
-    Exactness.ROUNDING: "~",
-    Exactness.STATISTICS: "s",
-    Exactness.ESTIMATE: "e",
-}
+MARKS = {Exactness.BITWISE: "=", Exactness.ROUNDING: "~", Exactness.STATISTICS: "s", Exactness.ESTIMATE: "e"}
 LEGEND = (
     "= the same rule   ~ equal in real arithmetic   s other updates of the same slots   e slots too evolve otherwise",
     "`statekit convert` refuses s and e unless --require statistics or estimate allows them; --json tells why.",

@@ -82,12 +82,7 @@ _EVERYDAY = {
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @report_option
 def command(
-    ref: CheckpointRef,
-    pattern: str | None,
-    with_slots: bool,
-    stats: bool,
-    as_json: bool,
-    report: Path | None,
+    ref: CheckpointRef, pattern: str | None, with_slots: bool, stats: bool, as_json: bool, report: Path | None
 ) -> None:
     """Shows what a checkpoint holds.
 

@@ -164,15 +164,9 @@ VERBS = {
     "ls": Verb("statekit.cli.ls_command", "Lists the runs below a folder, and whether each can be resumed."),
     "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
     "work": Verb("statekit.cli.work.command", "Carries out one conversion by many processes."),
-    "verify": Verb(
-        "statekit.cli.verify_command",
-        "Proves that DST continues the run of SRC.",
-    ),
+    "verify": Verb("statekit.cli.verify_command", "Proves that DST continues the run of SRC."),
     "diff": Verb("statekit.cli.diff_command", "Shows how two checkpoints differ, or where two runs part."),
-    "doctor": Verb(
-        "statekit.cli.doctor_command",
-        "Finds faults that no loader notices.",
-    ),
+    "doctor": Verb("statekit.cli.doctor_command", "Finds faults that no loader notices."),
     "cold-start": Verb(
         "statekit.cli.cold_start_command", "Compares a new optimizer's first updates with the run's."
     ),
@@ -185,8 +179,7 @@ VERBS = {
     ),
     "formats": Verb("statekit.cli.formats_command", "Lists the containers and layouts that statekit knows."),
     "schemas": Verb(
-        "statekit.cli.schemas_command",
-        "Shows each optimizer's state and rule, by implementation.",
+        "statekit.cli.schemas_command", "Shows each optimizer's state and rule, by implementation."
     ),
     "maps": Verb("statekit.cli.maps_command", "Shows the maps from one codebase's model to another's."),
     "serve": Verb("statekit.cli.serve_command", "Shows the checkpoints below some folders in a browser."),
@@ -221,9 +214,7 @@ class Verbs(click.Group):
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="statekit", message="statekit %(version)s")
 @click.option(
-    "--debug",
-    is_flag=True,
-    help="Show the traceback of an error, and how long each stage worked and waited.",
+    "--debug", is_flag=True, help="Show the traceback of an error, and how long each stage worked and waited."
 )
 def statekit(debug: bool) -> None:
     """Moves the optimizer state of a training run between frameworks.

@@ -208,10 +208,7 @@ def _replay(subject: Subject, xp: Backend, trajectory: Path | None, bar: Any) ->
 
 
 def _show(
-    results: Sequence[Replay],
-    skipped: Mapping[str, str],
-    fresh: Mapping[str, str],
-    failed: Mapping[str, str],
+    results: Sequence[Replay], skipped: Mapping[str, str], fresh: Mapping[str, str], failed: Mapping[str, str]
 ) -> None:
     out = screen()
     for line in _headlines(results):

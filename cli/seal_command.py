@@ -13,11 +13,7 @@ from statekit.conversion.seal import seal
 from statekit.files.stage import Progress
 from statekit.files.tree import Place
 
-_DONE = {
-    "sealed": "sealed",
-    "renewed": "sealed anew",
-    "proven": "has a manifest that fits",
-}
+_DONE = {"sealed": "sealed", "renewed": "sealed anew", "proven": "has a manifest that fits"}
 
 
 @click.command("seal")

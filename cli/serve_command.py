@@ -134,9 +134,7 @@ def command(
         from statekit.service.server import Settings, serve
     except ImportError as error:
         raise MissingExtraError(
-            "The service needs more than statekit itself.",
-            found=str(error),
-            remedy=extra("service"),
+            "The service needs more than statekit itself.", found=str(error), remedy=extra("service")
         ) from error
     folder = data or _data_folder()
     if backup is not None:

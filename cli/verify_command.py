@@ -52,9 +52,7 @@ _EVERYDAY = {
     cls=Page,
     everyday=_EVERYDAY,
     more=with_more(
-        _EVERYDAY,
-        about_checkpoint(_SOURCE),
-        {"How much is proven": ("gradients", "backend", "seed")},
+        _EVERYDAY, about_checkpoint(_SOURCE), {"How much is proven": ("gradients", "backend", "seed")}
     ),
     examples=(
         "statekit verify t5x-ckpt torch-ckpt",

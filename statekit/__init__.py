@@ -121,11 +121,7 @@ def open(path: _Source, **options: Unpack[RefOptions]) -> OpenState:
 
 
 def inspect(
-    path: _Source,
-    *,
-    filter: str | None = None,
-    stats: bool = False,
-    **options: Unpack[RefOptions],
+    path: _Source, *, filter: str | None = None, stats: bool = False, **options: Unpack[RefOptions]
 ) -> Inspection:
     """Says what a checkpoint holds, whether or not a layout fits its names.
 

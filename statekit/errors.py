@@ -199,11 +199,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def check_name(
-    kind: str,
-    name: str,
-    known: Iterable[str],
-    place: str,
-    remedy: Callable[[str], str] = lambda name: "",
+    kind: str, name: str, known: Iterable[str], place: str, remedy: Callable[[str], str] = lambda name: ""
 ) -> str:
     """Returns a name that somebody gave, if it is one of the known ones.
 
@@ -391,13 +387,7 @@ class Faults:
             raise self.error(error, f"{subject}: {count}.", place=place, expected=expected, remedy=remedy)
 
     def error(
-        self,
-        error: type[E],
-        subject: str,
-        *,
-        place: object = None,
-        expected: object = None,
-        remedy: str = "",
+        self, error: type[E], subject: str, *, place: object = None, expected: object = None, remedy: str = ""
     ) -> E:
         """Returns an error that lists all faults, for what a count of them doesn't say; `subject` is a whole sentence.
 

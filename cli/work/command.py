@@ -15,12 +15,7 @@ from statekit.cli import output
 from statekit.cli.arguments import read_size
 from statekit.cli.convert_command import Asked, asks_for_a_plan
 from statekit.cli.main import DONE, WANTING
-from statekit.cli.work.view import (
-    place_of_work,
-    show_split,
-    show_status,
-    showing,
-)
+from statekit.cli.work.view import place_of_work, show_split, show_status, showing
 from statekit.conversion.convert import outcome
 from statekit.errors import StatekitError, UsageError, plural, size
 from statekit.pipeline import job

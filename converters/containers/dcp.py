@@ -48,12 +48,7 @@ class Folder:
     files: Files
 
     def checkpoint(
-        self,
-        container: str,
-        tree: Tree,
-        step: int | None,
-        steps: Sequence[int],
-        others: Iterable[str] = (),
+        self, container: str, tree: Tree, step: int | None, steps: Sequence[int], others: Iterable[str] = ()
     ) -> Checkpoint:
         """Returns the checkpoint that the folder is, with what lies around its tensors.
 

@@ -27,12 +27,7 @@ from statekit.converters.formats.flat_names import placed
 from statekit.converters.formats.named_tuples import numbered_fields
 from statekit.converters.formats.npy import ANY_DTYPE, is_npz, npz_arrays
 from statekit.errors import StatekitError, UnknownFormatError
-from statekit.files.checkpoint import (
-    EMPTY_LEFT_OUT,
-    SEQUENCES_AS_MAPS,
-    Checkpoint,
-    Finding,
-)
+from statekit.files.checkpoint import EMPTY_LEFT_OUT, SEQUENCES_AS_MAPS, Checkpoint, Finding
 from statekit.files.source import first_bytes, opening
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Shape, Tensor
@@ -65,11 +60,7 @@ class Npz(ReadOnly):
             arrays = npz_arrays(source, ANY_DTYPE, deflated=True)
             _check_named(arrays, source.place)
             tree = nested(placed(arrays, source.place))
-            meta = {
-                "generation": "npz",
-                SEQUENCES_AS_MAPS: True,
-                EMPTY_LEFT_OUT: True,
-            }
+            meta = {"generation": "npz", SEQUENCES_AS_MAPS: True, EMPTY_LEFT_OUT: True}
             checkpoint = Checkpoint(self.name, path, _with_fields(tree), meta, None, on_close=files.close)
             return replace(checkpoint, findings=tuple(_unread(arrays)))
 

@@ -33,12 +33,7 @@ from statekit.converters.formats.tensor_bundle.entries import (
     slice_key,
 )
 from statekit.converters.formats.tensor_bundle.graph_proto import graph_bytes, parse_graph
-from statekit.converters.formats.tensor_bundle.table import (
-    FOOTER_BYTES,
-    MAGIC,
-    masked,
-    read_table,
-)
+from statekit.converters.formats.tensor_bundle.table import FOOTER_BYTES, MAGIC, masked, read_table
 from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, Bundle
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import STEPS, Checkpoint

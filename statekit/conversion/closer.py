@@ -25,10 +25,7 @@ OnRead = Callable[[int], object]
 
 
 def parameter(
-    source: CheckpointRef | str | PathLike[str],
-    name: str,
-    *,
-    on_read: OnRead = lambda size: None,
+    source: CheckpointRef | str | PathLike[str], name: str, *, on_read: OnRead = lambda size: None
 ) -> dict[str, Any]:
     """Returns what there is to see of one parameter and its slots, as `statekit.statistics.parameter` has it.
 

@@ -32,12 +32,7 @@ from statekit.conversion.contracts import (
 from statekit.conversion.open_state import OpenState, open_beside, open_params, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
 from statekit.conversion.registry import ContainerCard, LayoutCard
-from statekit.conversion.rule_change import (
-    RuleChange,
-    best_rule_change,
-    change_rule,
-    joined_rule_change,
-)
+from statekit.conversion.rule_change import RuleChange, best_rule_change, change_rule, joined_rule_change
 from statekit.conversion.target import (
     agreed_layout,
     check_apart,
@@ -451,10 +446,7 @@ def _options(
     """Returns what was asked for that changes the result, as it stands in a plan; `state` is the source's."""
     return {
         **request.ref.stored(),
-        "step_offset": {
-            "asked": request.step_offset,
-            "value": _offset(state, request.step_offset),
-        },
+        "step_offset": {"asked": request.step_offset, "value": _offset(state, request.step_offset)},
         "require": request.require.name.lower(),
         **({"like": request.like.name} if request.like is not None else {}),
         **({"passed_over": passed_over} if passed_over else {}),

@@ -339,10 +339,7 @@ class Bridge:
             values,
             evidence,
             (*self._forms(settings, covered), *missed, *spared),
-            (
-                *(bridge["because"] for bridge in bridges),
-                *((_OFF_COUNT,) if shift else ()),
-            ),
+            (*(bridge["because"] for bridge in bridges), *((_OFF_COUNT,) if shift else ())),
             shift,
         )
 

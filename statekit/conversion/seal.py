@@ -23,14 +23,7 @@ from statekit.files.checksums import of_tensor
 from statekit.files.durable import replace_file
 from statekit.files.file_changes import Change, FileFault, file_faults
 from statekit.files.homes import Entries, permissions
-from statekit.files.integrity import (
-    files_of,
-    manifest_place,
-    proving_files,
-    records_of,
-    top_of,
-    value_fault,
-)
+from statekit.files.integrity import files_of, manifest_place, proving_files, records_of, top_of, value_fault
 from statekit.files.manifest import (
     CHECKPOINT,
     RECORDS,

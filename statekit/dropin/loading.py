@@ -118,10 +118,7 @@ class Call:
         names = [*(option.name for option in OPTIONS), *_LOADING]
         for name in self.others:
             raise UsageError(
-                "There is no such argument.",
-                place=name,
-                expected=", ".join(names),
-                remedy=meant(name, names),
+                "There is no such argument.", place=name, expected=", ".join(names), remedy=meant(name, names)
             )
         return self
 

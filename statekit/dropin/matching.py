@@ -38,11 +38,7 @@ class Given:
 
 
 def require_resumable(
-    state: TrainState,
-    place: object,
-    home: str,
-    makers: Mapping[str, str],
-    unread: str = "",
+    state: TrainState, place: object, home: str, makers: Mapping[str, str], unread: str = ""
 ) -> None:
     """Checks that an optimizer of ours goes on with a state.
 

@@ -354,10 +354,7 @@ class Stage:
                 for file, passing in read.values():
                     stack.enter_context(passing.read(file))
                 with reopen(place) as written:
-                    facts = {
-                        CHECKPOINT: top_of(written).relative_to(place).as_posix(),
-                        **records_of(written),
-                    }
+                    facts = {CHECKPOINT: top_of(written).relative_to(place).as_posix(), **records_of(written)}
                     faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
                     faults += self._value_faults(written.tensors) if not faults else []
                     for _, passing in read.values():  # where a tensor has another digest, that is a fault

@@ -64,12 +64,7 @@ def attest(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    run = live_run(
-        Live(params, opt_state),
-        path,
-        generators=generators,
-        **options,
-    )
+    run = live_run(Live(params, opt_state), path, generators=generators, **options)
     return attested(run, path, sample, seed, strict)
 
 

@@ -67,10 +67,7 @@ def takes_options(schema: str, usual: str) -> Callable[[Maker], Maker]:
 
 @takes_options("adafactor", "t5x")
 def adafactor(
-    learning_rate: Rate = None,
-    *,
-    variant: str = "t5x",
-    **options: Unpack[AdafactorOptions],
+    learning_rate: Rate = None, *, variant: str = "t5x", **options: Unpack[AdafactorOptions]
 ) -> optax.GradientTransformation:
     """Adafactor as one of its implementations has it; by default T5X's. Its state is an AdafactorState.
 
@@ -94,10 +91,7 @@ def adafactor(
 
 @takes_options("scaled_adam", "zip2025")
 def scaled_adam(
-    learning_rate: Rate = None,
-    *,
-    variant: str = "zip2025",
-    **options: Unpack[ScaledAdamOptions],
+    learning_rate: Rate = None, *, variant: str = "zip2025", **options: Unpack[ScaledAdamOptions]
 ) -> optax.GradientTransformation:
     """One of the generations of icefall's ScaledAdam; by default the newest. Its state is a ScaledAdamState.
 
@@ -116,10 +110,7 @@ def scaled_adam(
 
 @takes_options("lans", "mxnet_fused")
 def lans(
-    learning_rate: Rate = None,
-    *,
-    variant: str = "mxnet_fused",
-    **options: Unpack[LansOptions],
+    learning_rate: Rate = None, *, variant: str = "mxnet_fused", **options: Unpack[LansOptions]
 ) -> optax.GradientTransformation:
     """LANS (Zheng et al. 2020): LAMB with Nesterov's momentum, each gradient normalised. Its state is a LansState.
 
@@ -135,10 +126,7 @@ def lans(
 
 @takes_options("lamb", "optax")
 def lamb(
-    learning_rate: Rate = None,
-    *,
-    variant: str = "optax",
-    **options: Unpack[LambOptions],
+    learning_rate: Rate = None, *, variant: str = "optax", **options: Unpack[LambOptions]
 ) -> optax.GradientTransformation:
     """LAMB (You et al. 2019) as Optax or Keras has it. Its state is a LambState.
 
@@ -151,10 +139,7 @@ def lamb(
 
 @takes_options("adamw", "optax")
 def adamw(
-    learning_rate: Rate = None,
-    *,
-    variant: str = "optax",
-    **options: Unpack[AdamWOptions],
+    learning_rate: Rate = None, *, variant: str = "optax", **options: Unpack[AdamWOptions]
 ) -> optax.GradientTransformation:
     """AdamW as Optax, PyTorch, Keras, Mesh-TensorFlow or GPT-Neo has it; by default Optax'. Its state is an AdamWState.
 
@@ -167,10 +152,7 @@ def adamw(
 
 @takes_options("muon", "optax")
 def muon(
-    learning_rate: Rate = None,
-    *,
-    variant: str = "optax",
-    **options: Unpack[MuonOptions],
+    learning_rate: Rate = None, *, variant: str = "optax", **options: Unpack[MuonOptions]
 ) -> optax.GradientTransformation:
     """Muon as Optax, PyTorch, Keller Jordan, Moonlight, Keras or Emerging-Optimizers has it; by default Optax'.
 

@@ -18,10 +18,7 @@ from statekit.pages.module_tree import DEEPEST
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})", re.DOTALL)
 MOST_LAYERS = 10_000
-MEASURES = {
-    "norm": "|x|, the Euclidean norm",
-    "rms": "rms(x), the root of the mean square",
-}
+MEASURES = {"norm": "|x|, the Euclidean norm", "rms": "rms(x), the root of the mean square"}
 """What is drawn of a layer's values, with the formula."""
 
 

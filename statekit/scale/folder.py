@@ -23,13 +23,7 @@ from statekit.budget import collecting_rarely
 from statekit.conversion.convert import damage_at_opening, passed_through, rest_of
 from statekit.conversion.plan import Plan
 from statekit.conversion.prepared import Prepared, carried_out, prepare
-from statekit.errors import (
-    CorruptError,
-    Faults,
-    NotFoundError,
-    StatekitError,
-    some,
-)
+from statekit.errors import CorruptError, Faults, NotFoundError, StatekitError, some
 from statekit.files.file_changes import SMALL_BYTES
 from statekit.files.integrity import check_no_damage
 from statekit.files.sections import CutPoints, Section

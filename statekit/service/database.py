@@ -142,10 +142,7 @@ class Database:
             )
             return change(version, current)
 
-        with (
-            self.writing() as connection,
-            EnvironmentContext(config, scripts, fn=steps) as environment,
-        ):
+        with self.writing() as connection, EnvironmentContext(config, scripts, fn=steps) as environment:
             environment.configure(connection=connection, target_metadata=METADATA, render_as_batch=True)
             environment.run_migrations()
 

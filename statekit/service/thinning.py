@@ -63,12 +63,7 @@ NEUTRAL = "statekit"
 
 
 def thin(
-    ref: CheckpointRef,
-    target: Path,
-    *,
-    to: str | None,
-    dry_run: bool,
-    listener: Listener,
+    ref: CheckpointRef, target: Path, *, to: str | None, dry_run: bool, listener: Listener
 ) -> dict[str, Any]:
     """Replaces a checkpoint by its weights.
 

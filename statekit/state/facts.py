@@ -14,14 +14,7 @@ from statekit.state.evidence import BEYOND, COUNT, OPTIMIZER, Fact, against_file
 from statekit.state.options import RATE_NAMES
 from statekit.state.rates import Rates
 from statekit.state.run import run_of
-from statekit.state.schema import (
-    WEIGHTS,
-    OptimizerSchema,
-    is_native,
-    load_schema,
-    named_native,
-    schema_names,
-)
+from statekit.state.schema import WEIGHTS, OptimizerSchema, is_native, load_schema, named_native, schema_names
 from statekit.state.train_state import Group, TrainState
 
 _FACTORING = ("factor_map", "logical_factor_rules", "factored", "min_dim_size_to_factor")

@@ -25,17 +25,7 @@ from statekit.errors import CorruptError, Faults, InexactError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.distance import Distance, distance
-from statekit.tensors.tensor import (
-    DTYPES,
-    Array,
-    Cast,
-    DType,
-    Index,
-    Shape,
-    Tensor,
-    dtype_name,
-    parts_of,
-)
+from statekit.tensors.tensor import DTYPES, Array, Cast, DType, Index, Shape, Tensor, dtype_name, parts_of
 from statekit.tensors.views import EighthPower, EighthRoot
 
 MASTER = "master"

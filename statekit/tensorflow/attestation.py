@@ -74,12 +74,7 @@ def attest(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     run = live_run(
-        optimizer,
-        variables,
-        path,
-        generators=generators,
-        strict_schedule=strict_schedule,
-        **options,
+        optimizer, variables, path, generators=generators, strict_schedule=strict_schedule, **options
     )
     return attested(run.run, path, sample, seed, strict)
 

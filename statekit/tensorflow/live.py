@@ -185,7 +185,5 @@ def rate_factor(optimizer: Any, decoded: Optimizer, group: int) -> float:
 def _without_slots(state: TrainState) -> TrainState:
     groups = tuple(replace(group, slots={}) for group in state.optimizer.groups)
     return replace(
-        state,
-        slots={path: {} for path in state.slots},
-        optimizer=replace(state.optimizer, groups=groups),
+        state, slots={path: {} for path in state.slots}, optimizer=replace(state.optimizer, groups=groups)
     )

@@ -171,12 +171,7 @@ class VariableStep:
         return tuple(after)
 
     def _moved_group(
-        self,
-        steps: Steps,
-        scene: Scene,
-        group: GroupVariables,
-        values: GroupValues,
-        grads: Mapping[str, Any],
+        self, steps: Steps, scene: Scene, group: GroupVariables, values: GroupValues, grads: Mapping[str, Any]
     ) -> GroupValues:
         params, slots = values.params, values.slots
         reached, shared, common = steps.prepare(scene, group.spec.group, params, grads, slots, values.shared)

@@ -185,11 +185,7 @@ _LEAVES: Mapping[Any, _Form] = {
     bytes: _leaf("bytes", "bytes", lambda value: isinstance(value, bytes)),
     type(None): _leaf("nothing", "nothing", lambda value: value is None),
     Record: _leaf("an object", "objects", lambda value: isinstance(value, Record)),
-    Tensor: _leaf(
-        "a tensor",
-        "tensors",
-        lambda value: isinstance(value, Tensor),
-    ),
+    Tensor: _leaf("a tensor", "tensors", lambda value: isinstance(value, Tensor)),
 }
 
 

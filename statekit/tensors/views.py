@@ -317,12 +317,7 @@ class Parted(OfOne):
     def grain(self) -> Shape:
         grain, run = self.tensor.grain, self._run
         length = grain[self.axis]
-        return (
-            *grain[: self.axis],
-            max(1, length // max(run, 1)),
-            min(length, run),
-            *grain[self.axis + 1 :],
-        )
+        return (*grain[: self.axis], max(1, length // max(run, 1)), min(length, run), *grain[self.axis + 1 :])
 
     def read(self, index: Index | None = None) -> Array:
         """Reads a block: all that the first of the two axes selects, which is then cut along the second."""
@@ -336,12 +331,7 @@ class Parted(OfOne):
         return row_major(block[(slice(None),) * (at + 1) + (index[at + 1],)])
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "op": "parted",
-            "source": self.tensor.to_json(),
-            "axis": self.axis,
-            "outer": self.outer,
-        }
+        return {"op": "parted", "source": self.tensor.to_json(), "axis": self.axis, "outer": self.outer}
 
 
 @dataclass(frozen=True)

@@ -355,15 +355,7 @@ def _shapes(model: Model, names: Mapping[str, str]) -> dict[str, tuple[Shape, DT
 
 
 FRAMEWORK = Framework(
-    HOME,
-    MAKERS,
-    "lr",
-    "torch",
-    hints=hints_of,
-    maps=maps_to,
-    names=_names,
-    shapes=_shapes,
-    build=_built,
+    HOME, MAKERS, "lr", "torch", hints=hints_of, maps=maps_to, names=_names, shapes=_shapes, build=_built
 )
 
 

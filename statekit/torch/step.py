@@ -155,10 +155,7 @@ def _born_of_params(schema: str) -> tuple[str, ...]:
 
 
 def _follow(
-    params: Mapping[str, torch.Tensor],
-    slots: Mapping[str, Slots],
-    born: Sequence[str],
-    first: Sequence[str],
+    params: Mapping[str, torch.Tensor], slots: Mapping[str, Slots], born: Sequence[str], first: Sequence[str]
 ) -> None:
     """Before a parameter's first update, lets what began as the parameter be what it has become since.
 

@@ -150,11 +150,7 @@ def execution_of(optimizer: torch.optim.Optimizer) -> str | None:
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None
     kinds = {
-        of_torch(
-            param.device.type,
-            fused=bool(group.get("fused")),
-            capturable=bool(group.get("capturable")),
-        )
+        of_torch(param.device.type, fused=bool(group.get("fused")), capturable=bool(group.get("capturable")))
         for group in optimizer.param_groups
         for param in group["params"]
         if param.device.type == "cuda"

@@ -124,8 +124,7 @@ def _dropped(state: TrainState, twin: TrainState) -> TrainState | None:
 
 def _zeroed(state: TrainState, twin: TrainState) -> TrainState | None:
     return _slots(
-        state,
-        lambda path, name, slot: np.zeros_like(slot.read()) if is_momentum(state, path, name) else None,
+        state, lambda path, name, slot: np.zeros_like(slot.read()) if is_momentum(state, path, name) else None
     )
 
 

@@ -174,11 +174,7 @@ def run(
 
 
 def bounds(
-    state: TrainState,
-    updates: Updates,
-    rates: Rates,
-    sqrt_units: float,
-    execution: Execution | None = None,
+    state: TrainState, updates: Updates, rates: Rates, sqrt_units: float, execution: Execution | None = None
 ) -> Bounds:
     """Returns the interval of every element after updates, as compiled or fused arithmetic may have it."""
     live = run(IntervalBackend(True, sqrt_units=sqrt_units), state, updates, rates, execution)

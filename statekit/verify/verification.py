@@ -349,10 +349,7 @@ class _Verification:
                 "dropped": dict(plan.dropped),
                 "kept": list(plan.kept),
             },
-            "rule": {
-                **self._rule(),
-                "settings": [neighbour.to_json() for neighbour in other_differences],
-            },
+            "rule": {**self._rule(), "settings": [neighbour.to_json() for neighbour in other_differences]},
             "replay": dict(replayed.data),
             "controls": list(replayed.controls),
             "not_compared": [*differences.unsaid, *alone, *self._unsaid],

@@ -460,12 +460,7 @@ def _shape(node: Any, place: str) -> Shape:
 
 
 def _ranked(
-    tag: Tag,
-    slice_: Slice,
-    model: Mapping[str, Any],
-    shapes: Shapes,
-    files: Files,
-    findings: list[Finding],
+    tag: Tag, slice_: Slice, model: Mapping[str, Any], shapes: Shapes, files: Files, findings: list[Finding]
 ) -> tuple[Shapes, dict[str, dict[str, Any]], dict[str, Tree], list[Part]]:
     """Returns the whole model's parameters, their state by name, what the engine keeps beside, and the ranks' parts."""
     if not slice_.optimizers:

@@ -13,12 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from statekit.conversion.contracts import Encoded
-from statekit.converters.containers.huggingface.folder import (
-    PARTS,
-    TRAINER_STATE,
-    HuggingFaceFolder,
-    Made,
-)
+from statekit.converters.containers.huggingface.folder import PARTS, TRAINER_STATE, HuggingFaceFolder, Made
 from statekit.converters.containers.huggingface.model import find_model
 from statekit.errors import Faults, UsageError
 from statekit.files.tree import Place

@@ -95,8 +95,7 @@ def open_item(folder: Place, opened: Files) -> Item:
     index, stated, document = files.value(INDEX), files.value(TREE_METADATA), files.value(JSON_ITEM)
     if index is stated is None and document is not None:
         return Item(
-            strict_json(read_whole(document), document.place, opened.account),
-            names=frozenset({JSON_ITEM}),
+            strict_json(read_whole(document), document.place, opened.account), names=frozenset({JSON_ITEM})
         )
     with opened.account.passing() as taken:  # of the document nothing stays but what is made of it
         metadata = None if stated is None else parse(read_whole(stated), stated.place, taken)
@@ -229,12 +228,7 @@ def _unwrapped(tree: dict[Any, Any]) -> dict[Any, Any]:
 _DEFAULT = "{step}/default"
 """Where CheckpointManager keeps the only item of a step."""
 
-_HANDLERS = (
-    "PyTreeCheckpointHandler",
-    "StandardCheckpointHandler",
-    "JsonCheckpointHandler",
-    "PyTreeHandler",
-)
+_HANDLERS = ("PyTreeCheckpointHandler", "StandardCheckpointHandler", "JsonCheckpointHandler", "PyTreeHandler")
 """Those whose items are trees of arrays, or JSON."""
 
 _OWN_FILES = {

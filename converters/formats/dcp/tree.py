@@ -97,9 +97,7 @@ def flat_paths(tree: Tree) -> dict[str, tuple[Path, Tree]]:
             faults.add(f"has the flat name {key}, as has {_shown(flat[key][0])}", _shown(path))
         flat[key] = (path, value)
     faults.check(
-        UsageError,
-        "Entries have the name of another once they are flat",
-        remedy="rename one of each pair",
+        UsageError, "Entries have the name of another once they are flat", remedy="rename one of each pair"
     )
     return flat
 

@@ -395,7 +395,5 @@ def _text(data: bytes, cursor: _Cursor) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise FormatError(
-            "A name isn't UTF-8.",
-            place=byte_of(cursor.value, cursor.position),
-            found=repr(data[:80]),
+            "A name isn't UTF-8.", place=byte_of(cursor.value, cursor.position), found=repr(data[:80])
         ) from error

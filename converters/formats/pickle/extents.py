@@ -93,9 +93,7 @@ class _Thinning:
             if code in _OUTSIDE or code not in _ARGUMENTS:
                 opcode = f"opcode {code:#04x}"
                 raise FormatError(
-                    "A pickle doesn't follow its format.",
-                    place=byte_of(self.source, self.at),
-                    found=opcode,
+                    "A pickle doesn't follow its format.", place=byte_of(self.source, self.at), found=opcode
                 )
             run = _FIXED.match(self._window, self.at - self._start)
             head, body = (run.end() - run.start(), 0) if run else self._sizes(code)

@@ -215,11 +215,7 @@ class Machine:
         if error.place is not None:
             return error
         return type(error)(
-            error.subject,
-            place=self.where(),
-            expected=error.expected,
-            found=error.found,
-            remedy=error.remedy,
+            error.subject, place=self.where(), expected=error.expected, found=error.found, remedy=error.remedy
         )
 
     def remember(self, index: int, value: Any) -> None:

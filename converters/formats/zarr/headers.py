@@ -20,13 +20,7 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 from statekit.budget import Account
 from statekit.converters.formats.msgpack.reader import Inline
 from statekit.converters.formats.storage import checked_shape
-from statekit.converters.formats.zarr.array import (
-    Header,
-    Shards,
-    absent_chunks,
-    checked_header,
-    open_array,
-)
+from statekit.converters.formats.zarr.array import Header, Shards, absent_chunks, checked_header, open_array
 from statekit.converters.formats.zarr.stores import Store, checked_key
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.files.checkpoint import Finding
@@ -260,10 +254,7 @@ def _unread(place: str, expected: str, value: object) -> FormatError:
 
 Parse: TypeAlias = Callable[[bytes, str, Account], Header]
 
-FORMATS: dict[int, tuple[str, Parse]] = {
-    2: (ZARRAY, parse_zarray),
-    3: (ZARR_JSON, parse_zarr_json),
-}
+FORMATS: dict[int, tuple[str, Parse]] = {2: (ZARRAY, parse_zarray), 3: (ZARR_JSON, parse_zarr_json)}
 """For each format of zarr: the file that holds an array's header, and what reads it."""
 
 _DRIVERS = ("file", "gfile", "gcs")

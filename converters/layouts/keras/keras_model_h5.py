@@ -35,12 +35,7 @@ from statekit.converters.layouts.keras.layout import (
     put,
 )
 from statekit.converters.layouts.keras.lines import model_file_lines
-from statekit.converters.layouts.keras.listed import (
-    is_listed,
-    listed_config,
-    listed_rows,
-    listed_variables,
-)
+from statekit.converters.layouts.keras.listed import is_listed, listed_config, listed_rows, listed_variables
 from statekit.converters.layouts.keras.slot_names import owners
 from statekit.converters.layouts.keras.state import (
     HOME,

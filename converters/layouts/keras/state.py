@@ -120,10 +120,7 @@ def _placeholder(slot: str, shape: Shape) -> Tensor | None:
 
 
 def numbered(
-    schema: str,
-    variables: Sequence[Tensor],
-    known: Mapping[str, bool],
-    model: Sequence[Tensor] = (),
+    schema: str, variables: Sequence[Tensor], known: Mapping[str, bool], model: Sequence[Tensor] = ()
 ) -> Numbered:
     """Tells an optimizer's variables apart.
 

@@ -51,16 +51,7 @@ from statekit.state.factoring import map_entries, shown_rule
 from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of, stored_rate
 from statekit.state.run import RATE_FACTORS, rate_factors
 from statekit.state.schema import load_schema
-from statekit.state.train_state import (
-    Counts,
-    Group,
-    Kind,
-    KnownFrom,
-    Optimizer,
-    Rule,
-    RuleRecord,
-    TrainState,
-)
+from statekit.state.train_state import Counts, Group, Kind, KnownFrom, Optimizer, Rule, RuleRecord, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory
 from statekit.tensors.typed import Name, Natural, typed
 
@@ -221,12 +212,7 @@ def own_state(
     faults.check(StateError, subject)
     calls = int(iteration.read())
     counts = _counts(optimizer, calls, moved, known)
-    home = {
-        **extra.get(HOME, {}),
-        "class": optimizer.kind,
-        "iteration": calls,
-        "beside": other_slots,
-    }
+    home = {**extra.get(HOME, {}), "class": optimizer.kind, "iteration": calls, "beside": other_slots}
     home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
     home |= _rate_home(_first_rate(mover.groups), 0.0 if rate is None else float(rate.read()))
     home |= _factors_home(optimizer, mover.groups, rate)

@@ -28,13 +28,7 @@ from statekit.converters.layouts.keras.graph_optimizer import (
 from statekit.converters.layouts.keras.home import home_in
 from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.lines import statekit_lines
-from statekit.converters.layouts.keras.state import (
-    ACCUMULATOR,
-    AVERAGE,
-    HOME,
-    ITERATION,
-    RATE,
-)
+from statekit.converters.layouts.keras.state import ACCUMULATOR, AVERAGE, HOME, ITERATION, RATE
 from statekit.converters.layouts.keras.statekit_keras import (
     SEPARATOR,
     Own,

@@ -31,14 +31,7 @@ from statekit.converters.layouts.megatron.lines import megatron_lines
 from statekit.converters.layouts.megatron.ranks import BUCKETS, RANKS, has_ranks, without_ranks
 from statekit.converters.layouts.megatron.schedule import KEY, written_schedule
 from statekit.converters.layouts.megatron.slices import key_of
-from statekit.converters.layouts.pytorch.parts import (
-    PLACES,
-    is_plain,
-    nameable,
-    names_of,
-    not_plain,
-    path_of,
-)
+from statekit.converters.layouts.pytorch.parts import PLACES, is_plain, nameable, names_of, not_plain, path_of
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint, Finding

@@ -146,10 +146,7 @@ WRAPPERS: Final[dict[frozenset[str], Wrapper]] = {
         "optax.contrib.sam(optimizer, ...)  # the optimizer of the adversarial steps",
     ),
     _fields("fast_state steps_since_sync"): Wrapper(
-        "lookahead",
-        "fast_state",
-        True,
-        "optax.lookahead(optimizer, sync_period=..., slow_step_size=...)",
+        "lookahead", "fast_state", True, "optax.lookahead(optimizer, sync_period=..., slow_step_size=...)"
     ),
 }
 FINITE: Final = "apply_if_finite"

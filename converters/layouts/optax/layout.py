@@ -121,9 +121,7 @@ class Optax:
         updates = updates_of([part.core.link for part in parts], slots, faults)
         rules = dict(_rules(tree.params, parts, specified, faults))
         faults.check(
-            StateError,
-            "The checkpoint isn't a state of Optax that statekit knows",
-            place=checkpoint.path,
+            StateError, "The checkpoint isn't a state of Optax that statekit knows", place=checkpoint.path
         )
         Faults(_without_schema(tree, slots)).check(
             NoSchemaError,

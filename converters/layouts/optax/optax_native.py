@@ -47,13 +47,7 @@ from statekit.converters.layouts.optax.skeleton import (
     slot_mark,
 )
 from statekit.errors import Faults, InexactError, StateError
-from statekit.files.checkpoint import (
-    EMPTY_LEFT_OUT,
-    MODEL_KEY,
-    OPTIMIZER_KEY,
-    SEQUENCES_AS_MAPS,
-    Checkpoint,
-)
+from statekit.files.checkpoint import EMPTY_LEFT_OUT, MODEL_KEY, OPTIMIZER_KEY, SEQUENCES_AS_MAPS, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor

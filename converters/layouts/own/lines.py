@@ -6,11 +6,7 @@ Source: statekit/torch/from_checkpoint.py, `load_optimizer`; huggingface/acceler
 
 from __future__ import annotations
 
-from statekit.converters.layouts.pytorch.lines import (
-    early_schedule,
-    prepared_lines,
-    trainer_schedule,
-)
+from statekit.converters.layouts.pytorch.lines import early_schedule, prepared_lines, trainer_schedule
 from statekit.files.tree import Place
 from statekit.lines import printing
 from statekit.lines.printing import (

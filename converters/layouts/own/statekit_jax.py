@@ -19,12 +19,7 @@ from typing import Any
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import Hyperparameters, require_optimizer
-from statekit.converters.layouts.optax.construction import (
-    FROZEN,
-    INNER,
-    PARTS,
-    form_of_groups,
-)
+from statekit.converters.layouts.optax.construction import FROZEN, INNER, PARTS, form_of_groups
 from statekit.converters.layouts.optax.decode import (
     Opened,
     Slots,

@@ -130,9 +130,7 @@ def names_beside(
 
 
 def names_by_config(
-    checkpoint: Checkpoint,
-    groups: Sequence[Sequence[Shape | None]],
-    model: Mapping[str, Tensor],
+    checkpoint: Checkpoint, groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Tensor]
 ) -> tuple[tuple[str, ...], str]:
     """Returns names in the order of an optimizer's numbers, as the model's configuration tells them, and a note on it.
 

@@ -14,13 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.converters.layouts.pytorch.contents import WRAPPED, unwrapped_record
-from statekit.converters.layouts.pytorch.low_bit import (
-    MOMENTS,
-    Optimizer,
-    Precision,
-    number_of,
-    without_off,
-)
+from statekit.converters.layouts.pytorch.low_bit import MOMENTS, Optimizer, Precision, number_of, without_off
 from statekit.errors import Faults, StateError
 from statekit.tensors.quantized import Quantized
 from statekit.tensors.tensor import DType, Tensor

@@ -30,9 +30,7 @@ def encoded(state: TrainState) -> Encoded:
     """
     if state.optimizer.schema != "adafactor":
         raise InexactError(
-            "The layout t5x holds Adafactor's state only.",
-            expected="adafactor",
-            found=state.optimizer.schema,
+            "The layout t5x holds Adafactor's state only.", expected="adafactor", found=state.optimizer.schema
         )
     faults = Faults()
     moved = set(state.optimizer.paths)

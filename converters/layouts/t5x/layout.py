@@ -42,9 +42,7 @@ from statekit.state.factoring import (
     given_rules,
     map_entries,
 )
-from statekit.state.factoring import (
-    fits as fits_slots,
-)
+from statekit.state.factoring import fits as fits_slots
 from statekit.state.options import checked_hparams, read_hparams
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import load_schema

@@ -25,13 +25,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence, dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.tensorflow.lines import graph_lines
-from statekit.converters.layouts.tensorflow.names import (
-    AVERAGE,
-    GLOBAL_STEP,
-    Named,
-    saved_name,
-    sorted_names,
-)
+from statekit.converters.layouts.tensorflow.names import AVERAGE, GLOBAL_STEP, Named, saved_name, sorted_names
 from statekit.converters.layouts.tensorflow.powers import POWERS, contradicting_powers, held_betas, new_powers
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint, Finding
@@ -189,10 +183,7 @@ class TensorFlow1:
         return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), self.title))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
-        return [
-            *graph_lines(state, saved, self.trainer),
-            *self.after_restoring,
-        ]
+        return [*graph_lines(state, saved, self.trainer), *self.after_restoring]
 
     def scope(self, state: TrainState) -> str:
         """Returns what goes before the names of slots: as they were read, unless another optimizer named them so."""

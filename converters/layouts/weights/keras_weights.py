@@ -22,12 +22,7 @@ from statekit.converters.layouts.keras.layout import (
     saved_names,
 )
 from statekit.converters.layouts.keras.like import laid_out_like
-from statekit.converters.layouts.keras.listed import (
-    is_listed,
-    listed_config,
-    listed_rows,
-    listed_variables,
-)
+from statekit.converters.layouts.keras.listed import is_listed, listed_config, listed_rows, listed_variables
 from statekit.converters.layouts.keras.state import HOME, called
 from statekit.converters.layouts.keras.variables import Variable, is_group, variables
 from statekit.converters.layouts.weights.lines import keras_lines

@@ -107,9 +107,7 @@ def _ruleset(reach: Reach, writes: Sequence[int], scratch: Path) -> int:
     abi = version()
     files = max(bits for since, bits in _ALL_FILES.items() if since <= abi)
     rules = _Rules(
-        files,
-        _ALL_NETWORK if abi >= _NETWORK_SINCE else 0,
-        _ALL_SCOPES if abi >= _SCOPES_SINCE else 0,
+        files, _ALL_NETWORK if abi >= _NETWORK_SINCE else 0, _ALL_SCOPES if abi >= _SCOPES_SINCE else 0
     )
     size = 8 if abi < _NETWORK_SINCE else 16 if abi < _SCOPES_SINCE else 24
     ruleset = _called(_CREATE, ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint32(0))

@@ -42,11 +42,7 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         "groups": [{**arguments, "params": extra["param_order"]}],
         "dimension_names": extra["dimension_names"],
     }
-    resumed = {
-        "step": int(meta["checkpoint_step"]),
-        "before": BEFORE_SAVE,
-        "dtype": dtypes["master"],
-    }
+    resumed = {"step": int(meta["checkpoint_step"]), "before": BEFORE_SAVE, "dtype": dtypes["master"]}
     return described(
         meta,
         [(1, int(meta["steps"]), spec)],

@@ -94,10 +94,7 @@ def _of_optax(meta: Mapping[str, Any]) -> dict[str, Any]:
             "params": [path for path in meta["params"] if path not in muon_paths],
         },
     ]
-    spec = {
-        "groups": [{**group, **limits, "variant": "optax"} for group in groups],
-        "rules": _matrices(meta),
-    }
+    spec = {"groups": [{**group, **limits, "variant": "optax"} for group in groups], "rules": _matrices(meta)}
     rates = [
         [rate, _adam_rate(hyperparameters, step, rate)] for step, rate in enumerate(meta["learning_rate"])
     ]

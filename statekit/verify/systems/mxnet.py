@@ -33,11 +33,7 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         "wd_mult": extra["wd_mult"],
         "params": sorted(meta["params"], key=extra["param_index"].__getitem__),
     }
-    spec = {
-        "schema": schema.name,
-        "variant": variant,
-        "counts": {"slots": ["step_count"], "dtype": "int64"},
-    }
+    spec = {"schema": schema.name, "variant": variant, "counts": {"slots": ["step_count"], "dtype": "int64"}}
     phases = [
         (first + 1, last, {**spec, "groups": [{**group, "rescale_grad": scales[first]}]})
         for first, last in zip(starts, [*starts[1:], len(scales)], strict=True)
