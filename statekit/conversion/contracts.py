@@ -427,6 +427,7 @@ class Contents:
         unnamed: The state without parameters, where the layout knows everything but which is which: its optimizer,
             counts and extra, with numbers in the place of paths; None elsewhere.
         remedy: What its user can do to get a state.
+        program: The lines by which the program that saved it goes on all the same; none where it needs more.
     """
 
     what: str
@@ -436,6 +437,7 @@ class Contents:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     unnamed: Unnamed | None = None
     remedy: str = "`statekit inspect` lists its tensors"
+    program: tuple[str, ...] = ()
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from typing import Any
 
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.open_state import OpenState
+from statekit.conversion.open_state import OpenState, chosen_container
 from statekit.conversion.plan import Plan
 from statekit.errors import printable
 from statekit.files.checkpoint import CLASSES, HALVES, VARIABLES
@@ -114,6 +114,18 @@ def resume_lines(saved: SavedRun, state: State, framework: str | None = None) ->
     lines = [*_explained(lines), *(_remarks(saved, state, framework) if lines else ())]
     # Behind the end of a line in a name or a path, a comment would go on as code.
     return [printable(line) if "#" in line else line for line in lines]
+
+
+def program_lines(ref: CheckpointRef) -> list[str]:
+    """Returns the lines of the program that saved a checkpoint, where no state is made of it; none if it needs one.
+
+    Args:
+        ref: The checkpoint.
+    """
+    ref, container, _ = chosen_container(ref)
+    with registry.opened(container, ref.place, ref.step, ref, ref.job_budget()) as checkpoint:
+        contents = registry.contents(checkpoint)
+        return [*contents.program] if contents else []
 
 
 def _remarks(saved: SavedRun, state: State, framework: str | None) -> Iterator[str]:

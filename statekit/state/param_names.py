@@ -27,6 +27,8 @@ _AROUND = frozenset(
 """Modules that hold a wrapped one, wherever they stand in a name."""
 _FIRST = ("module", "base_model")
 """Those that count only in front of a name, where a model of one's own may call a part so."""
+WRAPPERS = _AROUND | {"module"}
+"""Modules that hold a whole model, at the front of its names."""
 _ADAPTED = re.compile(
     r"lora_[A-Za-z_]+|ia3_[A-Za-z]+|vera_[A-Za-z_]+|hada_[A-Za-z0-9_]+|oft_[A-Za-z]+"
     r"|trainable_tokens_[A-Za-z]+"

@@ -154,15 +154,22 @@ def _size(args: tuple[Any, ...]) -> tuple[int, ...]:
     return _sizes(args[0]) if args else ()
 
 
-def _nested_class(args: tuple[Any, ...]) -> Record:
-    """Returns the class within a class of another package, as protocols below 4 name it; nothing is looked up."""
+def _part_of_class(args: tuple[Any, ...]) -> Record:
+    """Returns a class or a function within a class of another package, as protocols below 4 name it.
+
+    Nothing is looked up, and a function that a file calls is refused as any other is. PyTorch's own have classes alone.
+    """
     owner, name = args
-    is_class = isinstance(owner, Record) and not owner.args and owner.state is None
-    if is_class and isinstance(name, str) and name.isidentifier() and constructor(f"{owner.name}.{name}"):
-        return Record(f"{owner.name}.{name}")
+    is_class = (
+        isinstance(owner, Record) and not owner.args and owner.state is None and constructor(owner.name)
+    )
+    if is_class and isinstance(name, str) and name.isidentifier():
+        part = f"{owner.name}.{name}"
+        if constructor(part) or not part.startswith("torch."):
+            return Record(part)
     raise RefusedError(
         "A pickle asks for a part of something that isn't a class of another package; nothing was run.",
-        expected="a class within a class, as FSDP1's ShardedTensor has one",
+        expected="a part of a class, as FSDP1's ShardedTensor and MMEngine's HistoryBuffer have them",
         found=f"{shown(name)} of {shown(owner.name if isinstance(owner, Record) else owner)}",
     )
 
@@ -192,7 +199,7 @@ def torch_calls(note: Callable[[str], None]) -> dict[str, Call]:
         **_REBUILD,
         **{name: kept(name) for name in _KEPT},
         "torch.Size": _size,
-        "builtins.getattr": _nested_class,
+        "builtins.getattr": _part_of_class,
         "torch._utils._rebuild_parameter_with_state": _parameter(note),
         "torch._tensor._rebuild_from_type_v2": _subclass(note),
     }

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
-from statekit.files.checkpoint import RANK
+from statekit.files.checkpoint import CLASSES as REFUSED_CLASSES
+from statekit.files.checkpoint import RANK, Checkpoint
 from statekit.lines.printing import (
     UNKNOWN,
     SavedRun,
@@ -36,7 +37,8 @@ from statekit.lines.printing import (
 from statekit.lines.rate_code import MATH
 from statekit.lines.rates import RatesOf
 from statekit.state.evidence import BEYOND, DIALECT, OPTIMIZER, SCALED
-from statekit.state.schema import load_schema
+from statekit.state.param_names import WRAPPERS
+from statekit.state.schema import is_native, load_schema
 
 _ADAMW, _ADAM = "torch.optim.AdamW", "torch.optim.Adam"
 CLASSES: Mapping[tuple[str, str | None], str] = {
@@ -45,6 +47,23 @@ CLASSES: Mapping[tuple[str, str | None], str] = {
     ("muon", "torch"): "torch.optim.Muon",
     ("adafactor", "hf"): "transformers.optimization.Adafactor",
 }
+_BY_NAME: Mapping[str, Sequence[str]] = {
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
+    "Adadelta": ("lr", "rho", "eps", "weight_decay", "maximize"),
+    "Adamax": ("lr", "betas", "eps", "weight_decay", "maximize"),
+    "NAdam": ("lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "maximize"),
+    "RAdam": ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
+    "Rprop": ("lr", "etas", "step_sizes", "maximize"),
+    "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
+    "SparseAdam": ("lr", "betas", "eps", "maximize"),
+}
+"""Arguments by which PyTorch makes an optimizer that has no schema, by the word behind `torch` in its signature's name.
+
+Source: pytorch/pytorch torch/optim/sgd.py, rmsprop.py, adagrad.py, adadelta.py, adamax.py, nadam.py, radam.py,
+rprop.py, asgd.py, sparse_adam.py.
+"""
 CLASS, OPTIONS = "optimizer_class", "optimizer_options"
 """Keys of a state with the class of an optimizer that isn't its schema's usual one in PyTorch, and its options."""
 _STATE = ("/state/", "/state.")
@@ -60,6 +79,7 @@ _BY_LIBRARY = {
         "model = Algorithm.load({path}, env=env)",
         "model.learn(total_timesteps=..., reset_num_timesteps=False)",
     ],
+    "ultralytics.": ["import ultralytics", "ultralytics.YOLO({path}).train(resume=True)"],
     "speechbrain": [
         "# checkpointer: that of the run's Brain, which has each object under the name of its file",
         "checkpointer.recover_if_possible(ckpt_predicate=lambda checkpoint: str(checkpoint.path) == {path})",
@@ -69,7 +89,7 @@ _BY_LIBRARY = {
 
 Source: open-mmlab/mmengine mmengine/runner/runner.py, `Runner.resume`; DLR-RM/stable-baselines3
 stable_baselines3/common/base_class.py, `BaseAlgorithm.load`; speechbrain/speechbrain, utils/checkpoints.py,
-`Checkpointer.recover_if_possible`.
+`Checkpointer.recover_if_possible`; ultralytics/ultralytics, ultralytics/engine/trainer.py, `check_resume`.
 """
 _CLIP = "global_norm_clip_threshold"
 _DECOUPLED = "decoupled_weight_decay"
@@ -121,7 +141,7 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *modules.get(form or "", []),
         *_load_lines(state, saved),
         *_wrapper_lines(saved),
-        *_model_lines(state, f"checkpoint{model}"),
+        *_model_lines(state, saved),
         *after_loading(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
         *_group_lines(state, saved),
@@ -131,6 +151,24 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *(_back_lines(state) if form == "flat" else _empty_group_lines(state) if form else []),
         *_late_schedule(rates, f"checkpoint{subscripts(rates.torch_place)}"),
     ]
+
+
+def program_lines(checkpoint: Checkpoint) -> list[str]:
+    """Returns the lines of the program that loads a whole checkpoint into what it made; none where it has no such call.
+
+    They need neither the parameters' names nor a known optimizer.
+    """
+    path, tree, meta = checkpoint.path, checkpoint.tree, checkpoint.meta
+    match checkpoint.container:
+        case "hf-trainer":
+            return [f"trainer.train(resume_from_checkpoint={quoted(path)})"]
+        case "accelerate":
+            prepared = "after accelerator.prepare of all that the run prepared, in its order"
+            return [f"accelerator.load_state({quoted(path)})  # {prepared}"]
+        case "torch" if isinstance(tree, Mapping) and "pytorch-lightning_version" in tree:
+            return [f"trainer.fit(model, ckpt_path={quoted(path)})"]
+    saved = SavedRun(checkpoint.container, "", path, None, classes=meta.get(REFUSED_CLASSES, ""))
+    return _library_lines(saved, quoted(path))
 
 
 def _library_lines(saved: SavedRun, path: str) -> list[str]:
@@ -189,7 +227,7 @@ def _one_class_lines(state: State, saved: SavedRun, call: Sequence[str]) -> list
         *_group_imports(state, saved),
         "import torch",
         *_load_lines(state, saved),
-        *_model_lines(state, f"checkpoint{model_keys(state, saved)}"),
+        *_model_lines(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
         *_group_lines(state, saved),
         *call,
@@ -483,8 +521,18 @@ def class_of(state: State) -> str:
     """Returns the class of an optimizer of PyTorch or Transformers; `...` where it isn't known."""
     if other := state.get(CLASS):
         return str(other)
+    if name := _class_without_schema(state):
+        return f"torch.optim.{name}"
     name = CLASSES.get((state["schema"], state["variant"]), UNKNOWN)
     return name.replace("AdamW", "Adam") if _is_plain_adam(state) else name
+
+
+def _class_without_schema(state: State) -> str:
+    """Returns which class of torch.optim moved a state that has no schema; "" where it is another library's."""
+    library, _, rest = str(state["variant"]).partition(" ")
+    name = rest.partition(" ")[0]
+    is_torch = is_native(state["schema"]) and library == "torch"
+    return name if is_torch and name in _BY_NAME else ""
 
 
 def _is_plain_adam(state: State) -> bool:
@@ -495,6 +543,8 @@ def _is_plain_adam(state: State) -> bool:
 
 def _arguments(state: State) -> list[str]:
     """Returns the arguments of an optimizer's class that all groups share; its state has those of each group."""
+    if name := _class_without_schema(state):
+        return _shared_options(state, _BY_NAME[name])
     arguments = [argument for argument in native_arguments(state)[0] if UNKNOWN not in argument]
     if CLASS in state:
         return [argument for argument in arguments if argument.partition("=")[0] in state[OPTIONS]]
@@ -504,6 +554,16 @@ def _arguments(state: State) -> list[str]:
     passed_over = ("decoupled_weight_decay=False", "weight_decay=0", "weight_decay=0.0")
     usual = [] if decayed else ["weight_decay=0.01"]
     return [*(argument for argument in arguments if argument not in passed_over), *usual]
+
+
+def _shared_options(state: State, names: Sequence[str]) -> list[str]:
+    """Returns the options of some names that all groups have alike; zero and False are the usual ones."""
+    groups = [group["hyperparameters"] for group in state["groups"]]
+    shared = {
+        name: groups[0].get(name) for name in names if len({str(group.get(name)) for group in groups}) == 1
+    }
+    given = {name: value for name, value in shared.items() if value}
+    return [f"{name}={tuple(value) if isinstance(value, list) else value!r}" for name, value in given.items()]
 
 
 def _imports(state: State) -> list[str]:
@@ -532,9 +592,11 @@ def _group_lines(state: State, saved: SavedRun) -> list[str]:
     groups = 'manifest["state"]["groups"]' if saved.is_converted else "opened.groups"
     in_stages = saved.container == "deepspeed" and _is_pipeline(state)
     condition = ' if path.replace("/", ".") in named' if in_stages else ""
-    params = f'{{"params": [named[path.replace("/", ".")] for path in {paths}{condition}]}}'
+    model, around = _unwrapped(state, saved)
+    name = f'path.replace("/", "."){f".removeprefix({quoted(around)})" if around else ""}'
+    params = f'{{"params": [named[{name}] for path in {paths}{condition}]}}'
     code = f"groups = [{params} for group in {groups}]"
-    named = "named = dict(model.named_parameters())"
+    named = f"named = dict({model}.named_parameters())"
     if _is_fsdp1(saved):  # whose wrappers add to names, where they keep the parameters apart
         named = f"named = {{name{_WITHOUT_WRAPPER}: param for name, param in model.named_parameters()}}"
     if _is_adapter(state):
@@ -548,11 +610,36 @@ def _group_lines(state: State, saved: SavedRun) -> list[str]:
     ]
 
 
-def _model_lines(state: State, record: str) -> list[str]:
+def _model_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines that load a model's weights; a file of PEFT has those of an adapter alone."""
+    record = f"checkpoint{model_keys(state, saved)}"
     if _is_adapter(state):
         return ["import peft", f"peft.set_peft_model_state_dict(model, {record})"]
-    return [f"model.load_state_dict({record})"]
+    inner, around = _unwrapped(state, saved)
+    if not around:
+        return [f"model.load_state_dict({record})"]
+    first, *others = around.split(".")[:-1]
+    prefix = quoted(around)
+    named = f"name.removeprefix({prefix}): value for name, value in {record}.items()"
+    return [
+        f"{inner} = getattr(model, {quoted(first)}, model)  # whether or not it is wrapped as the run's model was",
+        *(f"{inner} = getattr({inner}, {quoted(key)}, {inner})" for key in others),
+        f"{inner}.load_state_dict({{{named} if name.startswith({prefix})}})",
+    ]
+
+
+def _unwrapped(state: State, saved: SavedRun) -> tuple[str, str]:
+    """Returns what the model without a wrapper is called, and what the wrapper puts before each of its names.
+
+    Source: pytorch/pytorch torch/nn/parallel/distributed.py, `DistributedDataParallel`, whose model is at `module`.
+    """
+    paths = [path.split("/") for path in paths_of(state)]
+    around = list(
+        takewhile(lambda keys: len({*keys}) == 1 and keys[0] in WRAPPERS, zip(*paths, strict=False))
+    )
+    if not around or _is_fsdp1(saved):
+        return "model", ""
+    return "inner", "".join(f"{keys[0]}." for keys in around)
 
 
 def _is_adapter(state: State) -> bool:
@@ -638,7 +725,8 @@ def _is_whole_model(state: State, saved: SavedRun) -> bool:
 def _optimizer_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines that make `optimizer`, and the schedule that its file has a state of."""
     grouped = saved.is_converted or not _is_whole_model(state, saved)
-    arguments = ", ".join(["groups" if grouped else "model.parameters()", *_arguments(state)])
+    params = f"{_unwrapped(state, saved)[0]}.parameters()"
+    arguments = ", ".join(["groups" if grouped else params, *_arguments(state)])
     rates = saved.rates(state)
     making = [f"optimizer = {_call(state, arguments)}"]
     if reason := _own_class(state, saved):
@@ -746,7 +834,7 @@ def _several_lines(state: State, saved: SavedRun) -> list[str]:
         "import torch",
         *dict.fromkeys(modules),
         *_load_lines(state, saved),
-        *_model_lines(state, f"checkpoint{model_keys(state, saved)}"),
+        *_model_lines(state, saved),
         *after_loading(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
         *_group_lines(state, saved),

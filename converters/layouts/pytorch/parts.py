@@ -87,6 +87,11 @@ _SCALING = (
 Source: NVIDIA/apex, apex/fp16_utils/fp16_optimizer.py, `FP16_Optimizer.state_dict`; NVIDIA/Megatron-LM,
 megatron/core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.state_dict`.
 """
+_SETTINGS = "base_param_settings"
+"""The options that MMEngine keeps beside a wrapped optimizer's, for its log: no update takes them.
+
+Source: open-mmlab/mmengine mmengine/optim/optimizer/optimizer_wrapper.py, `OptimWrapper.state_dict`.
+"""
 BUFFERS, GROUPS = "buffers", "param_groups"
 """Parts of `extra` that lie elsewhere in the file: in `model`, and in the groups; as `BESIDE` does at the top."""
 PLACES = PARTS
@@ -375,7 +380,9 @@ def _wrapper_of(tree: Tree, optimizer_at: Path) -> Mapping[str, Any]:
     inner = at(tree, optimizer_at)
     further = {} if is_flat(inner) else without(without(inner, ("state",)), ("param_groups",))
     added = {
-        key: part for key, part in further.items() if any(isinstance(leaf, Tensor) for _, leaf in walk(part))
+        key: part
+        for key, part in further.items()
+        if key != _SETTINGS and any(isinstance(leaf, Tensor) for _, leaf in walk(part))
     }
     if len(optimizer_at) < 2 or optimizer_at[:1] not in OPTIMIZERS:
         return added

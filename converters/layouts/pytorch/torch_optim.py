@@ -260,7 +260,8 @@ class TorchOptim:
     def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
         """Says what a file of PyTorch holds that isn't decoded; the layouts by name leave that to the one by index."""
         contents = None if self.form else contents_of(checkpoint, names)
-        return contents and replace(contents, unnamed=_unnamed(checkpoint))
+        program = tuple(lines.program_lines(checkpoint))
+        return contents and replace(contents, unnamed=_unnamed(checkpoint), program=program)
 
     def names_are_near(self, checkpoint: Checkpoint) -> str:
         """Returns `config` where the model's configuration lies beside its weights."""

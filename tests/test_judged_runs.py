@@ -1,0 +1,199 @@
+"""Runs as libraries save them that no recording has: each is made again by PyTorch alone, in the library's shape."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from statekit.cli.main import main
+
+pytestmark = pytest.mark.torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.norm, self.b = torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.b(self.norm(self.a(x)))
+        return result
+
+
+def updated(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> None:
+    for number in numbers:
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+
+
+def printed(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """Returns the lines of `statekit resume`."""
+    assert main(["resume", str(path), *options]) == 0
+    return capsys.readouterr().out.partition("\n\n")[0]
+
+
+def values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*model.state_dict().values()]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda params: torch.optim.SGD(params, 0.03, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, 1e-3, alpha=0.9, momentum=0.9, eps=0.03),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, 0.01, lr_decay=0.1),
+    "Adadelta": lambda params: torch.optim.Adadelta(params, 0.5, rho=0.8),
+    "Adamax": lambda params: torch.optim.Adamax(params, 0.01, betas=(0.8, 0.9)),
+    "NAdam": lambda params: torch.optim.NAdam(params, 0.01, momentum_decay=0.01),
+    "RAdam": lambda params: torch.optim.RAdam(params, 0.01, decoupled_weight_decay=True, weight_decay=0.1),
+    "Rprop": lambda params: torch.optim.Rprop(params, 0.01, etas=(0.4, 1.3)),
+    "ASGD": lambda params: torch.optim.ASGD(params, 0.01, t0=2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
+def test_the_printed_lines_make_torchs_optimizers_that_have_no_schema(
+    name: str, grouped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def params(model: Net) -> Any:
+        parts = [
+            [param for param in model.parameters() if (param.ndim > 1) is decays] for decays in (True, False)
+        ]
+        return [{"params": part} for part in parts] if grouped else model.parameters()
+
+    model, fresh, path = Net(), Net(1), tmp_path / "last.pt"
+    optimizer = OPTIMIZERS[name](params(model))
+    updated(model, optimizer, 1, 2, 3)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    program: dict[str, Any] = {"model": fresh}
+    exec(printed(path, capsys), program)
+    assert type(program["optimizer"]) is type(optimizer)
+    updated(model, optimizer, 4, 5)
+    updated(fresh, program["optimizer"], 4, 5)
+    assert all(map(torch.equal, values(fresh), values(model)))
+
+
+def wrapped(model: torch.nn.Module, prefix: str) -> torch.nn.Module:
+    """Returns a model whose names have a prefix, as those of DistributedDataParallel and torch.compile have."""
+    for key in reversed(prefix.split(".")[:-1]):
+        outer = torch.nn.Module()
+        outer.add_module(key, model)
+        model = outer
+    return model
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("converted", [False, True], ids=["native", "converted"])
+def test_lines_of_a_wrapped_model_load_it_with_and_without_its_wrapper(
+    prefix: str, is_wrapped: bool, converted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, fresh, path = Net(), Net(1), tmp_path / "epoch_1.pt"
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    vectors = [param for param in model.parameters() if param.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    updated(model, optimizer, 1, 2, 3)
+    weights = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    torch.save({"epoch": 1, "state_dict": weights, "optimizer": optimizer.state_dict()}, path)
+    if converted:
+        assert main(["convert", str(path), str(tmp_path / "again.pt")]) == 0
+        capsys.readouterr()
+        path = tmp_path / "again.pt"
+    program: dict[str, Any] = {"model": wrapped(fresh, prefix) if is_wrapped else fresh}
+    exec(printed(path, capsys), program)
+    updated(model, optimizer, 4, 5)
+    updated(fresh, program["optimizer"], 4, 5)
+    assert all(map(torch.equal, values(fresh), values(model)))
+
+
+@pytest.fixture
+def history(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """MMEngine's HistoryBuffer, whose pickle names functions of the class.
+
+    Source: open-mmlab/mmengine mmengine/logging/history_buffer.py.
+    """
+    name = "mmengine.logging.history_buffer"
+    for i in range(3):
+        part = ".".join(name.split(".")[: i + 1])
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+
+    class HistoryBuffer:
+        def mean(self) -> float:
+            return 0.0
+
+    HistoryBuffer.__module__, HistoryBuffer.__qualname__ = name, "HistoryBuffer"
+    HistoryBuffer.mean.__module__, HistoryBuffer.mean.__qualname__ = name, "HistoryBuffer.mean"
+    monkeypatch.setattr(sys.modules[name], "HistoryBuffer", HistoryBuffer, raising=False)
+    return HistoryBuffer
+
+
+@pytest.mark.parametrize("averages", [False, True], ids=["", "EMAHook"])
+def test_a_file_of_mmengines_runner_is_read(
+    averages: bool, history: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, path = Net(), tmp_path / "iter_3.pth"
+    groups = [{"params": [param], "weight_decay": 0.1 * (param.ndim > 1)} for param in model.parameters()]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    updated(model, optimizer, 1, 2, 3)
+    buffer = history()
+    buffer.__dict__["_statistics_methods"] = {"mean": history.mean}
+    wrapped = {**optimizer.state_dict(), "base_param_settings": {"params": torch.zeros(1), "lr": 0.01}}
+    run: dict[str, Any] = {
+        "meta": {"mmengine_version": "0.10.7", "iter": 3},
+        "state_dict": model.state_dict(),
+        "message_hub": {"log_scalars": {"train/loss": buffer}},
+        "optimizer": wrapped,
+        "param_schedulers": [],
+    }
+    if averages:  # the hook exchanges them
+        weights = {f"module.{name}": value for name, value in model.state_dict().items()}
+        run |= {
+            "state_dict": {name: value * 0.5 for name, value in model.state_dict().items()},
+            "ema_state_dict": {"steps": torch.tensor(3), **weights},
+        }
+    torch.save(run, path)
+    assert printed(path, capsys) == f'runner.resume("{path}")'
+    assert main(["convert", str(path), str(tmp_path / "again.pt")]) == 0
+    assert capsys.readouterr().out.startswith("BITWISE, if the optimizer numbers its parameters in the model")
+    fresh = Net(1)
+    program: dict[str, Any] = {"model": fresh}
+    exec(printed(tmp_path / "again.pt", capsys), program)
+    updated(model, optimizer, 4, 5)
+    updated(fresh, program["optimizer"], 4, 5)
+    assert all(map(torch.equal, values(fresh), values(model)))
+
+
+def test_where_names_are_missing_the_runs_own_program_goes_on_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two networks of one form, each with an optimizer: nothing in the file tells whose the numbers are."""
+    generator, discriminator = Net(), Net(1)
+    optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (generator, discriminator)]
+    for net, optimizer in zip((generator, discriminator), optimizers, strict=True):
+        updated(net, optimizer, 1)
+    weights = {
+        f"{part}.{name}": value
+        for part, net in (("gen", generator), ("dis", discriminator))
+        for name, value in net.state_dict().items()
+    }
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    run: dict[str, Any] = {
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": weights,
+        "optimizer_states": states,
+    }
+    run |= {"epoch": 0, "global_step": 2, "lr_schedulers": [], "callbacks": {}, "loops": {}}
+    path = tmp_path / "last.ckpt"
+    torch.save(run, path)
+    assert main(["convert", str(path), str(tmp_path / "other.pt")]) == 3
+    assert "Shapes don't tell which parameters the optimizer's indices mean" in capsys.readouterr().err
+    assert printed(path, capsys) == f'trainer.fit(model, ckpt_path="{path}")'
+    assert main(["resume", str(path), "--framework", "torch"]) == 3
