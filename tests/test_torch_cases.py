@@ -1220,3 +1220,43 @@ def test_deepspeeds_muon_is_not_kellers(tmp_path: Path) -> None:
         with statekit.open(tmp_path / "run.pt") as opened:
             kinds = [opened.state.optimizer.kind(group) for group in opened.groups]
         assert (("muon", "keller") in kinds) == (not more)
+
+
+def _without_v(optimizer: dict[str, Any]) -> None:
+    del optimizer["state"][1]["exp_avg_sq"]
+
+
+def _with_amsgrad(optimizer: dict[str, Any]) -> None:
+    optimizer["param_groups"][0]["amsgrad"] = True
+
+
+def _of_whole_numbers(optimizer: dict[str, Any]) -> None:
+    optimizer["state"][1]["exp_avg_sq"] = optimizer["state"][1]["exp_avg_sq"].to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found", "fault"),
+    [
+        (_without_v, "isn't there @ slots/1/weight/v", "slot-missing"),
+        (_with_amsgrad, "isn't there @ slots/0/weight/v_max", "slot-missing"),
+        (_of_whole_numbers, "has dtype int32 @ slots/1/weight/v", "undecodable"),
+    ],
+)
+def test_a_state_that_is_not_whole_is_refused_and_doctor_names_it(
+    damage: Any, found: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PyTorch ends in a KeyError at the next step; convert called it bitwise, and doctor found nothing."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5, bias=False), torch.nn.Linear(5, 3, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    half = optimizer.state_dict()
+    damage(half)
+    path = tmp_path / "a.pt"
+    torch.save({"model": model.state_dict(), "optimizer": half}, path)
+    assert found in refused(["convert", f"{path}", f"{tmp_path / 'b'}", "--to", "statekit"], capsys)
+    with pytest.raises(StateError, match="isn't whole"):
+        load_optimizer(path, model)
+    assert main(["doctor", f"{path}"]) == 1
+    assert f"1 finding {fault}" in " ".join(capsys.readouterr().out.split())
+    assert main(["convert", f"{path}", f"{tmp_path / 'c'}", "--to", "statekit", "--params-only"]) == 0

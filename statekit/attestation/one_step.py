@@ -25,7 +25,7 @@ from statekit.state.factoring import FACTORED, by_shape, swapped
 from statekit.state.param_names import is_adapted
 from statekit.state.schema import WEIGHTS, is_native, load_schema
 from statekit.state.stored_params import MASTER
-from statekit.state.train_state import Axis, Group, Kind, TrainState
+from statekit.state.train_state import GONE, Axis, Group, Kind, TrainState
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, bytes_of, nbytes
 
 SMALL = 16
@@ -304,11 +304,15 @@ def _module(path: str) -> str:
 
 def _missing(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     """Yields parameters that lack what others of their group have, unless a rule or their size says so."""
+    gaps = [*state.gaps()]
     for group in state.optimizer.groups if state.counts.updates else ():
-        yield from _missing_in(group, state)
+        yield from _missing_in(group, state, [place for what, place in gaps if what == GONE])
+    whole = {place: what for what, place in gaps if what != GONE}
+    if whole:
+        yield fault("undecodable", [*whole], "floating-point numbers", ", ".join({*whole.values()}))
 
 
-def _missing_in(group: Group, state: TrainState) -> Iterator[Finding]:
+def _missing_in(group: Group, state: TrainState, gaps: Collection[str]) -> Iterator[Finding]:
     having = {path: state.slots[path] for path in group.paths if state.slots.get(path)}
     names = dict.fromkeys(chain.from_iterable(having.values()))
     shapes = {path: state.params[path].shape for path in group.paths}
@@ -317,9 +321,10 @@ def _missing_in(group: Group, state: TrainState) -> Iterator[Finding]:
     is_frozen = any(map(is_adapted, having)) and not any(map(is_adapted, bare))
     if bare and having and not is_frozen:
         yield fault("slot-missing", [f"slots/{path}" for path in bare], ", ".join(names), "nothing")
-    where = [*_lacking_among(having, shapes, state.optimizer.kind(group))]
+    own = [place for place in gaps if place.removeprefix("slots/").rpartition("/")[0] in having]
+    where = dict.fromkeys((*_lacking_among(having, shapes, state.optimizer.kind(group)), *own))
     if where:
-        yield fault("slot-missing", where, "the slots that others have", "nothing")
+        yield fault("slot-missing", [*where], "the slots that the rule needs, or that others have", "nothing")
 
 
 def _lacking_among(

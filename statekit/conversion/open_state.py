@@ -17,6 +17,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, FindsNames, Layout
 from statekit.conversion.target import agreed_layout, source_container
 from statekit.errors import (
+    Faults,
     CorruptError,
     FormatError,
     MissingExtraError,
@@ -377,6 +378,21 @@ def _params_of(
     return OpenState(checkpoint, of_weights[0], (seen, why), state, ref.job_budget(), ref)
 
 
+def require_whole(state: TrainState, place: Place) -> None:
+    """Refuses a state that no original goes on from: slots that the rule needs are missing, or are whole numbers.
+
+    Raises:
+        StateError: Lists every such slot.
+    """
+    Faults(state.gaps()).check(
+        StateError,
+        "The optimizer's state isn't whole",
+        place=place,
+        expected="the slots that its rule needs of every parameter that was updated",
+        remedy="take another step of the run, or the weights alone (--params-only, load_params)",
+    )
+
+
 @contextmanager
 def state_to_load(ref: CheckpointRef, *, params_only: bool = False) -> Iterator[OpenState]:
     """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
@@ -405,6 +421,8 @@ def state_to_load(ref: CheckpointRef, *, params_only: bool = False) -> Iterator[
             if without is None:
                 raise
             opened = without
+        if not params_only:
+            require_whole(opened.state, opened.checkpoint.path)
         new = opened.checkpoint.findings[len(checkpoint.findings) :]
         doubts = [finding.what for finding in new]
         if doubts:  # to whoever called load_...

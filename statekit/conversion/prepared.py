@@ -29,7 +29,7 @@ from statekit.conversion.contracts import (
     NamesLosses,
     Paced,
 )
-from statekit.conversion.open_state import OpenState, open_beside, open_params, open_state
+from statekit.conversion.open_state import OpenState, open_beside, open_params, open_state, require_whole
 from statekit.conversion.plan import Plan, Request, Side, build_plan
 from statekit.conversion.registry import ContainerCard, LayoutCard
 from statekit.conversion.rule_change import RuleChange, best_rule_change, change_rule, joined_rule_change
@@ -262,6 +262,7 @@ def _prepared(request: Request) -> Plan:
         maps = _knowing(request.maps, opened)
         state, mapped = carried_through(state, maps) if maps else (state, ())
         state, changes, neighbours = _with_missing(state, changes, opened, request)
+        require_whole(state, opened.checkpoint.path)
         carried, rule_change = state, rule_change_to(card, state, opened.layout)
         makers = registry.layout_card(opened.layout).variants
         if rule_change is not None:

@@ -23,6 +23,10 @@ NATIVE_SHAPE = "native"
 """The shape rule of slots that no schema describes: any shape."""
 
 
+_BESIDE_NARROW = {"master"}
+"""Slots that only parameters of low precision have, whatever their group says."""
+
+
 @dataclass(frozen=True)
 class SlotSchema:
     """One slot of an optimizer.
@@ -38,6 +42,7 @@ class SlotSchema:
         recurrence: Its update, in plain mathematics.
         aliases: Variant -> native name.
         fused: Of one number for a parameter: how those of parts make that of a fused one; None of other slots.
+        is_always: Whether every parameter that was updated has it.
     """
 
     name: str
@@ -48,6 +53,7 @@ class SlotSchema:
     recurrence: str
     aliases: Mapping[str, str]
     fused: str | None = None
+    is_always: bool = False
 
 
 @dataclass(frozen=True)
@@ -330,6 +336,27 @@ class OptimizerSchema:
             for name, spec in self.hyperparameters.items()
         )
         return {name: slot for name, slot in shown if slot is not None}
+
+    def needed(self, slots: Collection[str], values: Mapping[str, Any]) -> set[str]:
+        """Returns the slots that a parameter has once it was updated, as far as its others and its group tell.
+
+        Args:
+            slots: Those that it has.
+            values: Its group's hyperparameters.
+
+        Example:
+            >>> sorted(load_schema("adamw").needed(["m"], {"amsgrad": True}))
+            ['m', 'v', 'v_max']
+            >>> sorted(load_schema("adafactor").needed(["v_row"], {}))
+            ['v_col', 'v_row']
+        """
+        needed = {name for name, slot in self.slots.items() if slot.is_always}
+        for name, spec in self.hyperparameters.items():
+            if values.get(name) is True and "boolean" in spec["type"]:
+                needed.update({*spec.get("decides", {}).get("existence", ())} - _BESIDE_NARROW)
+        if {"v_row", "v_col"} <= self.slots.keys():
+            needed |= {"v_row", "v_col"} if {"v_row", "v_col"} & {*slots} else {"v"}
+        return {name for name in needed if name in self.slots and self.slots[name].shape not in OF_GROUPS}
 
     def fault(self, name: str, value: Any) -> str:
         """Returns what is wrong with a hyperparameter's value, by its type and range; "" if nothing is.
@@ -616,6 +643,7 @@ def load_schema(name: str) -> OptimizerSchema:
             s["recurrence"],
             s["aliases"],
             s.get("fused"),
+            s["exists"] == "always",
         )
         for slot, s in data["slots"].items()
     }

@@ -285,6 +285,10 @@ def _lasting(facts: Iterable[Fact]) -> list[dict[str, Any]]:
     return [fact.to_json() for fact in facts if not fact.is_against_file]
 
 
+GONE = "isn't there"
+"""What is said of a slot that the rule needs, and that isn't there."""
+
+
 @dataclass(frozen=True)
 class TrainState:
     """Parameters, slots and what is known about the optimizer.
@@ -387,6 +391,22 @@ class TrainState:
                 yield f"slot {name} has shape {tensor.shape}, expected {expected}", path
         if rule is not None and rule.factored and "v" in slots:
             yield "is factored but has a full v", path
+
+    def gaps(self) -> Iterator[tuple[str, str]]:
+        """Yields the slots that the rule needs and a parameter lacks, or has in a dtype of whole numbers.
+
+        No original goes on from such a state. A parameter without any slot was frozen or had no gradient yet.
+        """
+        groups = self.optimizer.group_of
+        for path, schema in self._schemas().items() if self.counts.updates else ():
+            slots = self.slots.get(path, {})
+            if not slots or path not in groups:
+                continue
+            for name in sorted(schema.needed(slots, groups[path].hyperparameters) - slots.keys()):
+                yield GONE, f"slots/{path}/{name}"
+            for name, tensor in slots.items():
+                if schema.slots[name].shape != NATIVE_SHAPE and tensor.dtype.kind not in "fV":
+                    yield f"has dtype {tensor.dtype}", f"slots/{path}/{name}"
 
     def group_of(self, path: str) -> Group | None:
         """Returns the group that moves a parameter, or None if it is frozen."""

@@ -161,6 +161,8 @@ class OcdbtStore:
         """
         import tensorstore as ts
 
+        from statekit.converters.formats.zarr.ocdbt import check_database
+
         base, joined = _driver_of(folder), _JOINED
         if base is None:
             _check_files(folder, files)
@@ -174,6 +176,7 @@ class OcdbtStore:
             }
         )
         spec = {"driver": "ocdbt", "base": base, **joined}
+        check_database(folder, files)
         try:
             database = ts.KvStore.open(spec, context=context).result()
             return OcdbtStore(str(folder), database, files, folder / _MANIFEST)
