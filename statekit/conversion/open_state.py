@@ -17,8 +17,8 @@ from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, FindsNames, Layout
 from statekit.conversion.target import agreed_layout, source_container
 from statekit.errors import (
-    Faults,
     CorruptError,
+    Faults,
     FormatError,
     MissingExtraError,
     NamesError,
