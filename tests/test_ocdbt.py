@@ -23,8 +23,8 @@ MANIFEST, NODE = b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde"
 LEAF = b"\x00" + b"\x00" + b"\x00"
 
 
-def checked(folder: Path, held: int = 2**22) -> None:
-    budget = Budget(Limits(held))
+def checked(folder: Path, limit: int = 2**22) -> None:
+    budget = Budget(Limits(limit))
     with opening(folder, budget) as files:
         check_database(folder, files)
         files.close()

@@ -304,12 +304,17 @@ def _module(path: str) -> str:
 
 def _missing(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     """Yields parameters that lack what others of their group have, unless a rule or their size says so."""
-    gaps = [*state.gaps()]
+    gone: dict[str, list[str]] = {}
+    odd: dict[str, str] = {}
+    for words, place in state.gaps():
+        if words == GONE:
+            gone.setdefault(place.removeprefix("slots/").rpartition("/")[0], []).append(place)
+        else:
+            odd[place] = words
     for group in state.optimizer.groups if state.counts.updates else ():
-        yield from _missing_in(group, state, [place for what, place in gaps if what == GONE])
-    whole = {place: what for what, place in gaps if what != GONE}
-    if whole:
-        yield fault("undecodable", [*whole], "floating-point numbers", ", ".join({*whole.values()}))
+        yield from _missing_in(group, state, [*chain.from_iterable(gone.get(p, ()) for p in group.paths)])
+    if odd:
+        yield fault("undecodable", [*odd], "floating-point numbers", ", ".join({*odd.values()}))
 
 
 def _missing_in(group: Group, state: TrainState, gaps: Collection[str]) -> Iterator[Finding]:
@@ -321,8 +326,7 @@ def _missing_in(group: Group, state: TrainState, gaps: Collection[str]) -> Itera
     is_frozen = any(map(is_adapted, having)) and not any(map(is_adapted, bare))
     if bare and having and not is_frozen:
         yield fault("slot-missing", [f"slots/{path}" for path in bare], ", ".join(names), "nothing")
-    own = [place for place in gaps if place.removeprefix("slots/").rpartition("/")[0] in having]
-    where = dict.fromkeys((*_lacking_among(having, shapes, state.optimizer.kind(group)), *own))
+    where = dict.fromkeys((*_lacking_among(having, shapes, state.optimizer.kind(group)), *gaps))
     if where:
         yield fault("slot-missing", [*where], "the slots that the rule needs, or that others have", "nothing")
 

@@ -82,9 +82,8 @@ class _Fields:
             )
         self._data, self._at = data[at:-4], 0
         if compression:
-            held = Held(self._data, place, account)
             whole = bytearray()
-            for piece in decompressed(held, "zstd", "A record of OCDBT"):
+            for piece in decompressed(Held(self._data, place, account), "zstd", "A record of OCDBT"):
                 account.hold(len(piece), "A record of OCDBT", place)
                 whole += piece
             self._data = bytes(whole)
