@@ -306,11 +306,11 @@ def _missing(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding
     """Yields parameters that lack what others of their group have, unless a rule or their size says so."""
     gone: dict[str, list[str]] = {}
     odd: dict[str, str] = {}
-    for words, place in state.gaps():
+    for words, where in state.gaps():
         if words == GONE:
-            gone.setdefault(place.removeprefix("slots/").rpartition("/")[0], []).append(place)
+            gone.setdefault(where.removeprefix("slots/").rpartition("/")[0], []).append(where)
         else:
-            odd[place] = words
+            odd[where] = words
     for group in state.optimizer.groups if state.counts.updates else ():
         yield from _missing_in(group, state, [*chain.from_iterable(gone.get(p, ()) for p in group.paths)])
     if odd:
