@@ -67,9 +67,6 @@ class Reorder(OfEach):
             raise StateError(f"has length {length} along axis {self.axis}, but shall have {self}")
         return sizes
 
-    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        return labels
-
     def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
         if self.axis not in kept:
             return tensor
@@ -164,9 +161,6 @@ class Split(OfEach):
             Exactness.ESTIMATE,
             f"{slot} has averaged axis {self.axis} over all parts, and is rescaled so that the second moment stays",
         )
-
-    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        return labels
 
     def _number(self, piece: Piece, name: str) -> Tensor:
         return share_of(piece, name, self.shares[self.place] / sum(self.shares))

@@ -178,13 +178,13 @@ class OfEach(Operation):
     def _check(self, piece: Piece) -> None:
         """Refuses a piece that this can't be done with."""
 
-    @abstractmethod
     def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """Returns what becomes of the label of each axis."""
+        return labels
 
-    @abstractmethod
     def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
         """Returns what becomes of a tensor that has kept some of the parameter's axes."""
+        return tensor
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from statekit.maps.operations import OfEach, Piece
 from statekit.state.evidence import SCALED, scaled
 from statekit.state.exactness import Exactness
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.state.train_state import Axis, Group, Kind
-from statekit.tensors.tensor import Shape, Tensor
+from statekit.state.train_state import Group, Kind
+from statekit.tensors.tensor import Shape
 from statekit.tensors.views import Scaled
 
 _ROUNDED = 1e-12
@@ -80,12 +80,6 @@ class Scale(OfEach):
 
     def _check(self, piece: Piece) -> None:
         self.number(piece.param.shape)
-
-    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        return labels
-
-    def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
-        return tensor
 
     def __str__(self) -> str:
         root = "" if self.root_of_axis is None else f"the root of axis {self.root_of_axis}"

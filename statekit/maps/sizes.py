@@ -171,9 +171,6 @@ class Resize(OfEach):
             Exactness.ESTIMATE, reason
         )
 
-    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        return labels
-
     def _number(self, piece: Piece, name: str) -> Tensor:
         if self.after < self.before:
             return share_of(piece, name, self.after / self.before)
@@ -215,12 +212,6 @@ class Recast(OfEach):
             return piece.labelled(Exactness.ROUNDING, reason) if piece.slots else piece
         return piece.labelled(Exactness.LOSSY, f"rounded from {self.before} to {self.after}")
 
-    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        return labels
-
-    def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
-        return tensor
-
     def __str__(self) -> str:
         return f"{self.after} instead of {self.before}"
 
@@ -256,12 +247,6 @@ class Factor(OfEach):
         return piece.labelled(
             Exactness.STATISTICS, "v is averaged into v_row and v_col, as a factored run's would be"
         )
-
-    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        return self.axes
-
-    def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
-        return tensor
 
     def __str__(self) -> str:
         return f"factored by {', '.join(axis.value for axis in self.axes)}"
