@@ -78,15 +78,7 @@ class FastAdafactor:
     item: Shape
     sides: tuple[str, ...]
 
-    def __call__(
-        self,
-        scene: Scene,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        slots: Sequence[dict[str, torch.Tensor]],
-        common: None,
-    ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
+    def __call__(self, scene: Scene, params: Tensors, grads: Tensors, slots: Slots, common: None) -> None:
         form = variant_constants("adafactor", self.variant)
         xp, hyper = backend("torch"), self.config.hyper
         s = forms.Setting(xp, form, hyper, self.config.rule, "float32", "compiled")

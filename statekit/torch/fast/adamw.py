@@ -11,7 +11,6 @@ Source: pytorch/pytorch, aten/src/ATen/native/cpu/FusedAdamKernel.cpp.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from statekit.optim.adam_family import AdamSetting
 from statekit.optim.adamw import AdamWHyperparameters, Setting
 from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
-from statekit.torch.fast.batching import Followed, Stacks, Tensors, by_name, in_stacks, plain, squares
+from statekit.torch.fast.batching import Followed, Slots, Stacks, Tensors, by_name, in_stacks, plain, squares
 
 LATE = 2.0**40
 """A step at which no correction is left."""
@@ -117,15 +116,7 @@ class FastAdamW:
     hyper: AdamWHyperparameters
     variant: str
 
-    def __call__(
-        self,
-        scene: Scene,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        slots: Sequence[dict[str, torch.Tensor]],
-        common: Any,
-    ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
+    def __call__(self, scene: Scene, params: Tensors, grads: Tensors, slots: Slots, common: Any) -> None:
         hyper, constants = self.hyper, variant_constants("adamw", self.variant)
         s: Setting = AdamSetting.of(scene, constants, hyper)
         c1, c2 = (1.0, 1.0) if s.form["bias_correction"] == "none" else map(float, s.corrections)

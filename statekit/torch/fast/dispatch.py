@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from statekit.optim.steps import Scene
 from statekit.torch.fast.adafactor import fast_adafactor
 from statekit.torch.fast.adamw import fast_adamw
+from statekit.torch.fast.batching import Slots, Tensors
 from statekit.torch.fast.lamb import fast_lamb
 from statekit.torch.fast.lans import fast_lans
 from statekit.torch.fast.scaled_adam import fast_scaled_adam
@@ -22,14 +23,7 @@ from statekit.torch.sharding import is_sharded
 class FastMove(Protocol):
     """One update of a batch of parameters, in place; held to the reference text by tests within the derived bound."""
 
-    def __call__(
-        self,
-        scene: Scene,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        slots: Sequence[dict[str, torch.Tensor]],
-        common: Any,
-    ) -> None:
+    def __call__(self, scene: Scene, params: Tensors, grads: Tensors, slots: Slots, common: Any) -> None:
         """Moves parameters and slots. Runs under `torch.no_grad()`, without waiting for the device.
 
         Args:

@@ -17,7 +17,17 @@ from statekit.optim.lamb import RATIO, Setting
 from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam, direction
-from statekit.torch.fast.batching import Followed, Stacks, Tensors, along, by_name, in_stacks, plain, squares
+from statekit.torch.fast.batching import (
+    Followed,
+    Slots,
+    Stacks,
+    Tensors,
+    along,
+    by_name,
+    in_stacks,
+    plain,
+    squares,
+)
 from statekit.torch.fast.numba_runner import Items, in_reach, pieces_of
 
 FOLLOWED = Followed(
@@ -47,15 +57,7 @@ class FastLamb:
     hyper: AdamHyperparameters
     variant: str
 
-    def __call__(
-        self,
-        scene: Scene,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        slots: Sequence[dict[str, torch.Tensor]],
-        common: Any,
-    ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
+    def __call__(self, scene: Scene, params: Tensors, grads: Tensors, slots: Slots, common: Any) -> None:
         hyper, constants = self.hyper, variant_constants("lamb", self.variant)
         s: Setting = AdamSetting.of(scene, constants, hyper)
         c1, c2 = map(float, s.corrections)

@@ -15,7 +15,17 @@ from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam
-from statekit.torch.fast.batching import Followed, Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
+from statekit.torch.fast.batching import (
+    Followed,
+    Slots,
+    Stacks,
+    Tensors,
+    by_name,
+    in_stacks,
+    pieces,
+    plain,
+    squares,
+)
 from statekit.torch.fast.numba_runner import Items, in_reach, pieces_of
 
 FOLLOWED = Followed(
@@ -44,15 +54,7 @@ class FastLans:
     config: lans.ParamConfig
     variant: str
 
-    def __call__(
-        self,
-        scene: Scene,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        slots: Sequence[dict[str, torch.Tensor]],
-        common: Any,
-    ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
+    def __call__(self, scene: Scene, params: Tensors, grads: Tensors, slots: Slots, common: Any) -> None:
         xp, hyper, constants = backend("torch"), self.config.hyper, variant_constants("lans", self.variant)
         rate = RATE[constants["lr_precision"]](xp, scene.rate) * self.config.lr_mult
         s = lans.LansSetting(xp, constants, hyper, rate, self.config.wd, scene.step + hyper.begin_num_update)

@@ -70,14 +70,8 @@ class FastScaledAdam:
     hyper: ScaledAdamHyperparameters
 
     def __call__(
-        self,
-        scene: Scene,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        slots: Sequence[dict[str, torch.Tensor]],
-        common: Value | None,
+        self, scene: Scene, params: Tensors, grads: Tensors, slots: Slots, common: Value | None
     ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         s = setting(scene, self.hyper)
         items = [
             params,

@@ -22,6 +22,7 @@ from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Axis, Rule
 from statekit.torch.fast.adafactor import item_of
+from statekit.torch.fast.batching import Slots, Tensors
 from statekit.torch.kernels.joining import Region, Split, join
 from statekit.torch.kernels.source import Program
 from statekit.torch.kernels.staging import FULL, SIDE
@@ -91,14 +92,8 @@ class GroupedMove:
     launches: dict[Hashable, Launches] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(
-        self,
-        scene: Scene,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        slots: Sequence[dict[str, torch.Tensor]],
-        common: Value | None,
+        self, scene: Scene, params: Tensors, grads: Tensors, slots: Slots, common: Value | None
     ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         kinds: dict[Hashable, list[int]] = {}
         for i, (param, grad, arrays) in enumerate(zip(params, grads, slots, strict=True)):
             kind = (param.dtype, grad.dtype, *((name, slot.dtype) for name, slot in arrays.items()))

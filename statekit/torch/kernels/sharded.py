@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from statekit.optim.adafactor import ParamConfig
 from statekit.optim.steps import Scene
 from statekit.state.train_state import Axis
 from statekit.torch.fast.adafactor import item_of
+from statekit.torch.fast.batching import Slots, Tensors
 from statekit.torch.kernels.grouped import GroupedMove, grouped_move
 from statekit.torch.kernels.joining import Split
 from statekit.torch.sharding import is_sharded, laid_out_like, own_part
@@ -29,14 +30,8 @@ class ShardedMove:
     move: GroupedMove
 
     def __call__(
-        self,
-        scene: Scene,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        slots: Sequence[dict[str, torch.Tensor]],
-        common: Value | None,
+        self, scene: Scene, params: Tensors, grads: Tensors, slots: Slots, common: Value | None
     ) -> None:
-        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         parts = [laid_out_like(grad, param) for grad, param in zip(grads, params, strict=True)]
         here = [{name: _local(slot) for name, slot in arrays.items()} for arrays in slots]
         whole = common.full_tensor() if is_sharded(common) and common is not None else common
