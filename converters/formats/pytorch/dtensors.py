@@ -27,10 +27,12 @@ from typing import Any, NoReturn
 from statekit.converters.formats.pytorch.one_step import MIXED, are_unlike, is_of_each
 from statekit.converters.formats.pytorch.sharded_tensors import (
     attributes,
+    counts_of,
     is_sharded,
     is_sharded_class,
     joined_pieces,
     pieces_of,
+    row_of,
 )
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.tree import Place
@@ -286,9 +288,9 @@ def _part(node: Record, path: Keys, place: Place) -> Part:
     inside = attributes(node)
     spec, tensor = inside.get("_spec"), inside.get("_local_tensor")
     specified = attributes(spec)
-    shape = _counts(node.args[_SHAPE] if len(node.args) > _SHAPE else None)
-    at = _counts(attributes(specified.get("mesh")).get("_coordinate_on_dim"))
-    placements = _row(specified.get("placements"))
+    shape = counts_of(node.args[_SHAPE] if len(node.args) > _SHAPE else None)
+    at = counts_of(attributes(specified.get("mesh")).get("_coordinate_on_dim"))
+    placements = row_of(specified.get("placements"))
     cuts = tuple(_cut(placement, len(shape), path, place) for placement in placements)
     if not isinstance(tensor, Tensor) or not 0 < len(cuts) == len(at):
         raise FormatError(
@@ -297,16 +299,6 @@ def _part(node: Record, path: Keys, place: Place) -> Part:
             expected="values, a shape, and a placement for each axis of the mesh",
         )
     return Part(tensor, shape, cuts, _order(placements, specified), at)
-
-
-def _row(node: Tree) -> Sequence[Any]:
-    return node if isinstance(node, (list, tuple)) else ()
-
-
-def _counts(node: Tree) -> Shape:
-    """Returns a row of sizes or places; an empty one where it is something else."""
-    numbers = _row(node)
-    return tuple(numbers) if all(type(n) is int and 0 <= n < 2**48 for n in numbers) else ()
 
 
 def _cut(placement: Tree, rank: int, path: Keys, place: Place) -> int | None:
@@ -330,9 +322,9 @@ def _order(placements: Sequence[Record], specified: Mapping[str, Any]) -> tuple[
     """Returns the axes of the mesh in the order in which they cut: as it is stored; strided ones last, from behind."""
     is_stored = not specified.get("use_strided_shard_as_shard_order")
     entries = [
-        entry for entry in _row(specified.get("shard_order")) if isinstance(entry, Record) and is_stored
+        entry for entry in row_of(specified.get("shard_order")) if isinstance(entry, Record) and is_stored
     ]
-    stored = [axis for entry in entries for axis in _counts(entry.args[-1] if entry.args else ())]
+    stored = [axis for entry in entries for axis in counts_of(entry.args[-1] if entry.args else ())]
     axes = range(len(placements))
     strided = [axis for axis in axes if placements[axis].name.endswith("._StridedShard")]
     left = [axis for axis in axes if axis not in strided]

@@ -63,10 +63,10 @@ def pieces_of(node: Record, place: str) -> Pieces:
     Raises:
         FormatError: It isn't described as such.
     """
-    local, metadata, *_ = node.state if _is_row(node.state) and len(node.state) > 1 else (None, None)
+    local, metadata, *_ = node.state if len(row_of(node.state)) > 1 else (None, None)
     described = attributes(metadata)
-    shape = _counts(described.get("size"))
-    shards, everywhere = (_row(local), _row(described.get("shards_metadata")))
+    shape = counts_of(described.get("size"))
+    shards, everywhere = row_of(local), row_of(described.get("shards_metadata"))
     pieces = [(_box(attributes(shard).get("metadata")), attributes(shard).get("tensor")) for shard in shards]
     boxes = tuple(_box(entry) for entry in everywhere)
     tensors = [
@@ -131,18 +131,15 @@ def attributes(node: Tree) -> Mapping[str, Any]:
 
 def _box(metadata: Tree) -> Box:
     inside = attributes(metadata)
-    return _counts(inside.get("shard_offsets")), _counts(inside.get("shard_sizes"))
+    return counts_of(inside.get("shard_offsets")), counts_of(inside.get("shard_sizes"))
 
 
-def _is_row(node: Tree) -> bool:
-    return isinstance(node, (list, tuple))
-
-
-def _row(node: Tree) -> Sequence[Any]:
+def row_of(node: Tree) -> Sequence[Any]:
+    """Returns a list or tuple; an empty one in the place of something else."""
     return node if isinstance(node, (list, tuple)) else ()
 
 
-def _counts(node: Tree) -> Shape:
+def counts_of(node: Tree) -> Shape:
     """Returns a row of sizes or places; an empty one where it is something else."""
-    numbers = _row(node)
+    numbers = row_of(node)
     return tuple(numbers) if all(type(n) is int and 0 <= n < 2**48 for n in numbers) else ()
