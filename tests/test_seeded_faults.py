@@ -27,9 +27,8 @@ from statekit.optim.steps import Execution
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Array, Tensor
-from statekit.testing.steps import tensors
 from statekit.verify.recording import Rate, open_recording
-from statekit.verify.stepping import named
+from statekit.verify.stepping import named, tensors_of
 from statekit.verify.verdict import compare
 
 Mistake = Callable[[TrainState], TrainState]
@@ -164,11 +163,11 @@ def noticed(fault: Fault, xp: Backend) -> str:
         move = mover(xp, wrong, recording.execution) if wrong else right_move(fault.case, xp.name)
         for moment, bound in zip(recording.moments, right, strict=True):
             mine = fault.seen(moment.before)
-            after = tensors(
+            after = tensors_of(
                 store(xp, move(load(xp, mine), loaded_grads(xp, moment.grads), moment.rate), mine)
             )
             for key, tensor in after.items():
-                value, old = tensor.read(), tensors(moment.before)[key].read()
+                value, old = tensor.read(), tensors_of(moment.before)[key].read()
                 row = compare(moment.update, *key, value, value, old, bound[key])
                 if row.outside:
                     return f"update {moment.update}: {key} {row.example}"

@@ -181,7 +181,7 @@ def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> Checked
     fault_at = {place: fault for fault, place in faults}
     base = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     items = [
-        Proven("file", _relative(path, base), entry["bytes"], MANIFEST, fault_at.get(f"{path}", ""))
+        Proven("file", relative(path, base), entry["bytes"], MANIFEST, fault_at.get(f"{path}", ""))
         for path, entry in by_manifest.items()
     ]
     if others := [path for path in files if path not in by_manifest]:
@@ -214,10 +214,11 @@ def _read_files(
             if by != ZIP and _is_held(path, places, checkpoint.path):
                 continue
             fault = zip_fault(source) if by == ZIP else ""
-        yield Proven("file", _relative(path, base), source.size, by, fault)
+        yield Proven("file", relative(path, base), source.size, by, fault)
 
 
-def _relative(path: Place, base: Place) -> str:
+def relative(path: Place, base: Place) -> str:
+    """Returns the name of a file in a folder; its whole path where it lies elsewhere."""
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else f"{path}"
 
 

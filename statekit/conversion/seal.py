@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
+from statekit.conversion.check import relative
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
 from statekit.errors import CorruptError, Faults, RefusedError, UsageError, printable
@@ -142,7 +143,7 @@ def _is_one(name: str, names: Collection[str]) -> bool:
 
 def _names(path: Place, base: Place) -> tuple[str, str, str]:
     """Returns how a file may be named: as it is said of it, from anywhere, or as the manifest has it."""
-    return f"{path}", spelled(path), _name(path, base)
+    return f"{path}", spelled(path), relative(path, base)
 
 
 def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> SealedCheckpoint:
@@ -165,7 +166,7 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
                 place=checkpoint.path,
                 remedy="seal it when no program writes to it",
             )
-        names = [_name(fault.path, target.parent) for fault in changed]
+        names = [relative(fault.path, target.parent) for fault in changed]
         manifest = _manifest(checkpoint, target, tensors, files, names)
         replace_file(target, to_text(manifest).encode("ascii"), permissions(map(Path, paths)))
         return _report(checkpoint, target, "sealed" if proof is None else "renewed", manifest, names)
@@ -173,7 +174,7 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
 
 def _check_names_fit(paths: Iterable[Place], base: Place) -> None:
     """Refuses files whose names no manifest may have, as it would be refused with them when it is read."""
-    names = [_name(path, base) for path in paths]
+    names = [relative(path, base) for path in paths]
     Faults(
         ("has a colon, a backslash, or bytes that are no text", printable(name))
         for name in names
@@ -253,10 +254,6 @@ def _check_renewed(checkpoint: Checkpoint, changed: Sequence[FileFault], renew: 
         place=checkpoint.path,
         remedy=remedy,
     )
-
-
-def _name(path: Place, base: Place) -> str:
-    return path.relative_to(base).as_posix() if path.is_relative_to(base) else f"{path}"
 
 
 def _facts(paths: Sequence[Place]) -> dict[Place, tuple[int, int, int]]:

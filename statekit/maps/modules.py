@@ -17,6 +17,7 @@ from statekit.errors import Faults, UsageError
 from statekit.maps.along_axis import Reorder
 from statekit.maps.links import Link
 from statekit.maps.operations import Merge, Operation, Part, Permute
+from statekit.state.hyperparameters import last_name
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import walk
@@ -161,8 +162,8 @@ class Modules:
             for keys, leaf in walk(part):
                 if _is_other(leaf):
                     gone.setdefault("no tensor of a module", []).append("/".join(map(str, (place, *keys))))
-        for path in [path for path in params if _leaf(path) in self.left and path not in state.slots]:
-            gone.setdefault(self.left[_leaf(path)], []).append(path)
+        for path in [path for path in params if last_name(path) in self.left and path not in state.slots]:
+            gone.setdefault(self.left[last_name(path)], []).append(path)
             del params[path]
         words = [f"{', '.join(_few(names))} ({why})" for why, names in gone.items()]
         return replace(
@@ -211,7 +212,7 @@ class Modules:
     def _link(self, path: str, shape: Shape, kind: Kind, config: Mapping[str, Any], faults: Faults) -> Link:
         """Returns what becomes of one parameter of a module of a kind."""
         name = _module(path)
-        leaf = next(leaf for leaf in kind.leaves if leaf.source == _leaf(path))
+        leaf = next(leaf for leaf in kind.leaves if leaf.source == last_name(path))
         image: Sequence[int] | None = config.get(FLATTEN, {}).get(name)
         steps: list[Operation] = []
         lengths = shape  # what the axes are before the next step
@@ -246,7 +247,7 @@ class Modules:
         modules: dict[str, dict[str, Shape]] = {}
         for path, shape in shapes.items():
             if _said(stated, path, _module(path)) != SAME:
-                modules.setdefault(_module(path), {})[_leaf(path)] = shape
+                modules.setdefault(_module(path), {})[last_name(path)] = shape
         attention = dict(self._attention(modules))
         ambiguous: dict[str, list[str]] = {}
         for name, leaves in modules.items():
@@ -308,7 +309,7 @@ class Modules:
             return [kind for kind in fitting if kind.name == stated]
         if len(fitting) > 1:
             fitting = [kind for kind in fitting if kind.members or not kind.of_heads]
-        return [kind for kind in fitting if kind.is_called(_leaf(name))] or fitting
+        return [kind for kind in fitting if kind.is_called(last_name(name))] or fitting
 
     def _attention(self, modules: Mapping[str, Mapping[str, Shape]]) -> Iterator[tuple[str, Kind]]:
         """Yields the modules that stand together as an attention's, whose heads are axes of their own.
@@ -434,10 +435,6 @@ def _said(kinds: Mapping[str, str], *names: str) -> str | None:
 
 def _module(path: str) -> str:
     return path.rpartition("/")[0]
-
-
-def _leaf(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 def _convolution_notes(images: Sequence[str], model: TargetModel | None) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ def _of_block(right: Array, other: Array, index: Index) -> Distance:
         sizes = np.abs(wanted)
         scale = float(np.max(np.where(np.isfinite(sizes), sizes, 0.0)))
         largest = float(np.max(apart))
-        counts = 0.0 if right.dtype.kind in "bc" else float(np.max(_over(apart, ulp(wanted, right.dtype))))
+        counts = 0.0 if right.dtype.kind in "bc" else float(np.max(over(apart, ulp(wanted, right.dtype))))
     place = np.argwhere(unequal)[0] if unequal.ndim else ()
     return Distance(
         right.size,
@@ -157,5 +157,6 @@ def ulp(value: Array, dtype: DType) -> Array:
     return np.asarray(np.exp2(exponent - info.nmant))
 
 
-def _over(top: Array, bottom: Array) -> Array:
+def over(top: Array, bottom: Array) -> Array:
+    """Returns a quotient, element by element; 0 of 0, whatever it is divided by."""
     return np.where(top == 0, 0.0, top / bottom)

@@ -37,7 +37,7 @@ from statekit.tensors.tree import Tree, mapped, tensor_names, to_json, walk
 from statekit.testing.container_trials import open_proven
 from statekit.testing.leaves import unread, unwritten
 from statekit.testing.step_cases import TABLE, case, plain_paths
-from statekit.testing.steps import tensors
+from statekit.verify.stepping import tensors_of
 
 _EMPTY: tuple[Any, ...] = (None, {}, [], ())
 SCALAR = 1
@@ -178,7 +178,7 @@ def nothing_vanishes(trial: Trial) -> None:
     """Every tensor of the checkpoint is in the state, or was read, or is made again by encoding."""
     checkpoint, reads = trial.watched()
     state = trial.layout.decode(checkpoint, trial.hints)
-    in_state = [*tensors(state).values(), *tensor_names(dict(state.extra)).values()]
+    in_state = [*tensors_of(state).values(), *tensor_names(dict(state.extra)).values()]
     kept = {name for tensor in in_state for name in _sources(tensor.to_json())}
     written = set() if trial.only_read else tensor_names(trial.encoded.tree).keys()
     identities = {id(checkpoint.tensors[name]) for name in kept | reads}  # a tensor may have several names
@@ -406,7 +406,7 @@ def _have_one_count(meant: TrainState, back: TrainState) -> bool:
 
 
 def _require_same(meant: TrainState, back: TrainState, encoded: Encoded) -> None:
-    old, new = ({key: _bits(t) for key, t in tensors(state).items()} for state in (meant, back))
+    old, new = ({key: _bits(t) for key, t in tensors_of(state).items()} for state in (meant, back))
     lost = [key for key in old if key not in new and not _is_dropped(*key, encoded)]
     assert not lost, f"vanish: {lost}"
     added = [key for key in new if key not in old]

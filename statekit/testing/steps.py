@@ -31,7 +31,7 @@ from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.step_cases import EMPTY, RATE, Case
 from statekit.testing.step_reach import first_index, reach
-from statekit.verify.stepping import named
+from statekit.verify.stepping import named, tensors_of
 from statekit.verify.verdict import compare
 
 Grads: TypeAlias = Mapping[str, Array]
@@ -65,11 +65,6 @@ class Trial:
 
 
 Law: TypeAlias = Callable[[Trial], None]
-
-
-def tensors(state: TrainState) -> Tensors:
-    """Returns every tensor of a state."""
-    return named(state.params, state.slots, [group.slots for group in state.optimizer.groups])
 
 
 def require_refusal(trial: Trial) -> None:
@@ -153,7 +148,7 @@ def stays_within_the_bound(trial: Trial) -> None:
 
 def treats_one_element_as_a_scalar(trial: Trial) -> None:
     """A parameter of shape (1,) goes as one of shape () with the same numbers, as far as arithmetic is one."""
-    after = tensors(trial.step(trial.case.before(1), trial.case.grads[1]))
+    after = tensors_of(trial.step(trial.case.before(1), trial.case.grads[1]))
     for (path, name), tensor in after.items():
         if path == "scalar" and not trial.xp.contracts:
             other = after["one", name].read()
@@ -171,7 +166,7 @@ def goes_on_without_slope(trial: Trial) -> None:
     Not so for LANS, whose variants say what 0 / 0 becomes, and for ScaledAdam where epsilon is 0 in the slots' dtype.
     """
     case = trial.case
-    after = tensors(trial.step(case.state, {path: np.zeros_like(g) for path, g in case.grads[0].items()}))
+    after = tensors_of(trial.step(case.state, {path: np.zeros_like(g) for path, g in case.grads[0].items()}))
     form, hyper = case.constants.get("zero_gradient", "skipped"), case.hyperparameters
     absent = _divides_by_nothing(form, hyper)
     still = case.single and form == "skipped" and not hyper.get("weight_decay_rate") and not hyper.get("wd")
@@ -250,7 +245,7 @@ def passes_over_missing_gradients(trial: Trial) -> None:
     after = trial.step(before, rest)
     behind = {path: before.counts.updates} if case.counts_apart else {}
     assert dict(after.counts.behind) == behind, f"behind: {dict(after.counts.behind)}, expected {behind}"
-    old, new = tensors(before), tensors(after)
+    old, new = tensors_of(before), tensors_of(after)
     if case.schema == "scaled_adam":
         zeros = {**rest, path: np.zeros_like(case.grads[1][path])}
         _require_within(Trial(Case(before, (zeros,)), trial.xp), after, 0)
@@ -306,7 +301,7 @@ class Uncompiled:
 
 
 def _require_same(ours: TrainState, theirs: TrainState, when: str) -> None:
-    right, other = tensors(ours), tensors(theirs)
+    right, other = tensors_of(ours), tensors_of(theirs)
     unequal = [key for key, tensor in right.items() if tensor.read().tobytes() != other[key].read().tobytes()]
     assert not unequal, f"other bits {when}: {unequal}"
     assert ours.counts == theirs.counts, f"other counts {when}: {ours.counts}, {theirs.counts}"
@@ -315,8 +310,8 @@ def _require_same(ours: TrainState, theirs: TrainState, when: str) -> None:
 def _require_within(trial: Trial, after: TrainState, update: int, *, contracted: bool = False) -> None:
     case = trial.case
     arithmetic = contracted or trial.xp.contracts, trial.xp.sqrt_units
-    bound, old = case.bound(update, trial.execution, *arithmetic), tensors(case.before(update))
-    for key, tensor in tensors(after).items():
+    bound, old = case.bound(update, trial.execution, *arithmetic), tensors_of(case.before(update))
+    for key, tensor in tensors_of(after).items():
         value = tensor.read()
         row = compare(update + 1, *key, value, value, old[key].read(), bound[key])
         assert not row.outside, f"{key} leaves the bound of update {update}: {row.example}"
@@ -331,10 +326,10 @@ def _require_indifferent(trial: Trial, paths: tuple[str, ...], update: int) -> N
     after = trial.step(some, grads, mover(trial.xp, some, trial.execution))
     _require_within(trial, after, update)
     if not _sums_in_order(case):
-        whole = tensors(trial.step(before, case.grads[update]))
+        whole = tensors_of(trial.step(before, case.grads[update]))
         unequal = [
             key
-            for key, tensor in tensors(after).items()
+            for key, tensor in tensors_of(after).items()
             if tensor.read().tobytes() != whole[key].read().tobytes()
         ]
         assert not unequal, f"depends on other parameters: {unequal}"
@@ -369,13 +364,13 @@ def _disturbed(trial: Trial, value: float) -> Iterator[tuple[tuple[str, str], Ar
         For each tensor: its name, where the value may go, the tensor with it and without it, and where it was put.
     """
     case, grads = trial.case, trial.case.grads[0]
-    undisturbed = tensors(trial.step(case.state, grads))
+    undisturbed = tensors_of(trial.step(case.state, grads))
     for path in ("vector", "matrix", "stacked", "kept", "scalar"):
         if path not in grads:
             continue
         changed, index = grads[path].copy(), first_index(grads[path].shape)
         changed[index] = value
-        after = tensors(trial.step(case.state, {**grads, path: changed}))
+        after = tensors_of(trial.step(case.state, {**grads, path: changed}))
         for key, mask in reach(case.state, path, index, infinite=np.isinf(value)).items():
             if key[0] not in EMPTY:
                 now, then = (x[key].read().astype(np.float64) for x in (after, undisturbed))

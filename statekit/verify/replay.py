@@ -38,7 +38,7 @@ from statekit.tensors.tree import Tree, report_json
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
 from statekit.verify.start_state import native_state, told
-from statekit.verify.stepping import named
+from statekit.verify.stepping import named, tensors_of
 from statekit.verify.verdict import Row, compare
 
 Start = Literal["checkpoint", "init"]
@@ -339,11 +339,11 @@ def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step:
         stepped = store(xp, step(believed, load(xp, believed), update), believed)
         bound = bounded(before, load(bounds, before), update)
         old, got, interval = (
-            _tensors(before),
-            _tensors(stepped),
+            tensors_of(before),
+            tensors_of(stepped),
             named(bound.params, bound.slots, bound.shared),
         )
-        for (path, name), recorded in _tensors(after).items():
+        for (path, name), recorded in tensors_of(after).items():
             if (path, name) not in got:
                 raise StateError(
                     "Our state lacks a recorded tensor.", place=f"{path} {name}", found=recording.name
@@ -360,15 +360,11 @@ def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step:
         on_step(update)
 
 
-def _tensors(state: TrainState) -> dict[tuple[str, str], Tensor]:
-    return named(state.params, state.slots, [group.slots for group in state.optimizer.groups])
-
-
 def _differences(ours: TrainState, recorded: TrainState) -> Iterator[str]:
     """Names what isn't equal in value: exactly, or as narrowed where the file's dtype is the narrower one."""
     if ours.counts.updates != recorded.counts.updates:
         yield f"step: recorded {recorded.counts.updates}, decoded {ours.counts.updates}"
-    decoded_tensors, recorded_tensors = _tensors(ours), _tensors(recorded)
+    decoded_tensors, recorded_tensors = tensors_of(ours), tensors_of(recorded)
     for path, name in sorted(decoded_tensors.keys() ^ recorded_tensors.keys()):
         yield f"{path} {name}: only {'decoded' if (path, name) in decoded_tensors else 'recorded'}"
     for key in sorted(decoded_tensors.keys() & recorded_tensors.keys()):

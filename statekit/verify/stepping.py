@@ -23,7 +23,7 @@ from statekit.optim.steps import Execution
 from statekit.state.options import rate_needed, stored_rate
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import Array
+from statekit.tensors.tensor import Array, Tensor
 from statekit.verify.natives import Native, Rates, Updates
 
 Key: TypeAlias = tuple[str, str]
@@ -213,14 +213,18 @@ def _single(value: Any) -> Any:
 
 def arrays(state: TrainState) -> Arrays:
     """Returns the values of every tensor of a state."""
-    groups = [group.slots for group in state.optimizer.groups]
-    return {key: tensor.read() for key, tensor in named(state.params, state.slots, groups).items()}
+    return {key: tensor.read() for key, tensor in tensors_of(state).items()}
 
 
 def in_float64(state: TrainState, updates: Updates, rates: Rates) -> Arrays:
     """Returns every tensor after updates in float64; what is stored is rounded to its dtype."""
     live = run(ORACLE, state, updates, rates)
     return {key: np.asarray(value) for key, value in named(live.params, live.slots, live.shared).items()}
+
+
+def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
+    """Returns every tensor of a state, under the names of `named`."""
+    return named(state.params, state.slots, [group.slots for group in state.optimizer.groups])
 
 
 def named(

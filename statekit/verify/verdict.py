@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from statekit.arrays.intervals import Interval
-from statekit.tensors.distance import gap, ulp
+from statekit.tensors.distance import gap, over, ulp
 from statekit.tensors.tensor import Array
 from statekit.tensors.tree import report_json
 
@@ -78,27 +78,23 @@ def compare(
         apart = gap(computed, original)
         moved = float(np.max(np.nan_to_num(np.abs(original - old), nan=0.0, posinf=0.0)))
         width = np.nan_to_num(bound.high - bound.low, nan=0.0, posinf=0.0)
-        ratio = _over(apart, width)
+        ratio = over(apart, width)
         size = np.nan_to_num(np.maximum(np.abs(bound.low), np.abs(bound.high)), nan=0.0, posinf=0.0)
         return Row(
             step,
             path,
             tensor,
-            ulps=float(np.max(_over(apart, ulp(original, recorded.dtype)))),
-            relative=float(_over(np.max(apart), np.asarray(moved))),
+            ulps=float(np.max(over(apart, ulp(original, recorded.dtype)))),
+            relative=float(over(np.max(apart), np.asarray(moved))),
             ratio=float(np.max(ratio)),
             typical=float(np.median(ratio[apart > 0])) if apart.any() else 0.0,
             unequal=int(np.count_nonzero(apart)),
-            width=float(np.max(_over(width, size))),
+            width=float(np.max(over(width, size))),
             grain=float(np.median(width)) / moved if moved else 0.0,
             outside=int(outside.sum()),
             size=recorded.size,
             example=_example(outside, computed, original, bound) if outside.any() else "",
         )
-
-
-def _over(top: Array, bottom: Array) -> Array:
-    return np.where(top == 0, 0.0, top / bottom)
 
 
 def _example(outside: Array, mine: Array, theirs: Array, bound: Interval) -> str:

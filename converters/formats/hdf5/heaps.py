@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from statekit.converters.formats.hdf5.structure import Fields, Structure, broken, unread
+from statekit.converters.formats.hdf5.structure import Fields, Structure, broken, is_power, unread
 from statekit.converters.formats.hdf5.trees import tree
 
 _CHECKSUM = 4
@@ -110,7 +110,7 @@ class FractalHeap:
         self._bits = head.number(2)
         head.number(2)
         root, rows = head.address(), head.number(2)
-        if not (self._width and _is_power(self._first) and _is_power(self._most) and self._bits <= 64):
+        if not (self._width and is_power(self._first) and is_power(self._most) and self._bits <= 64):
             raise broken(head.place, "a heap of no usable sizes")
         self._offset_bytes = -(-self._bits // 8)
         most_offset = -(-(self._most.bit_length() - 1) // 8)
@@ -197,10 +197,6 @@ class FractalHeap:
         if start is None or at + size > start + len(self.blocks[start]):
             raise broken(self.head.place, f"{size} bytes at {at}, which the heap hasn't")
         return self.blocks[start][at - start : at - start + size]
-
-
-def _is_power(number: int) -> bool:
-    return number > 0 and not number & number - 1
 
 
 def objects(file: Structure, heap: int | None, index: int | None, kind: int, before: int) -> Iterator[Fields]:

@@ -14,7 +14,7 @@ from itertools import islice
 
 from statekit.converters.formats.hdf5.chunks import FILTERS_READ, StoredChunk
 from statekit.converters.formats.hdf5.headers import EXTERNAL_FILES, FILTERS, LAYOUT, Header
-from statekit.converters.formats.hdf5.structure import Fields, Structure, broken, unread
+from statekit.converters.formats.hdf5.structure import Fields, Structure, broken, is_power, unread
 from statekit.converters.formats.hdf5.trees import CHUNK_NODES, old_tree, tree
 from statekit.errors import RefusedError
 from statekit.tensors.tensor import Shape
@@ -295,7 +295,7 @@ class _Index:
         width, bits, inside, least, pointers, page_bits = (head.number(1) for _ in range(6))
         self._check_width(width)
         head.take(6 * length)
-        if not (_is_power(least) and _is_power(pointers)) or max(bits, page_bits) >= _MOST_BITS:
+        if not (is_power(least) and is_power(pointers)) or max(bits, page_bits) >= _MOST_BITS:
             raise broken(head.place, f"an index of {bits} bits")
         direct = 2 * (pointers - 1)
         supers = max(0, 1 + bits - (least.bit_length() - 1) - 2 * (pointers.bit_length() - 1))
@@ -341,7 +341,3 @@ _INDICES = {
     _TREE: (6, _Index.in_tree),
 }
 """Kind of an index -> bytes of its settings, and what lists its chunks."""
-
-
-def _is_power(number: int) -> bool:
-    return number > 0 and not number & number - 1

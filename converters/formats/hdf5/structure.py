@@ -304,3 +304,8 @@ def lookup3(data: bytes) -> int:
 
 def _turned(word: int, bits: int) -> int:
     return (word << bits | word >> 32 - bits) & _WORD
+
+
+def is_power(number: int) -> bool:
+    """Tells whether a number is a power of two."""
+    return number > 0 and not number & number - 1
