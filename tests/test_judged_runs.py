@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from statekit.cli.main import main
+from statekit.torch import attest
 
 pytestmark = pytest.mark.torch
 
@@ -197,3 +198,77 @@ def test_where_names_are_missing_the_runs_own_program_goes_on_all_the_same(
     assert "Shapes don't tell which parameters the optimizer's indices mean" in capsys.readouterr().err
     assert printed(path, capsys) == f'trainer.fit(model, ckpt_path="{path}")'
     assert main(["resume", str(path), "--framework", "torch"]) == 3
+
+
+class Contrast(torch.nn.Module):
+    """Two encoders, the second frozen, and a queue, as MoCo has them: facebookresearch/moco moco/builder.py."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.encoder_q, self.encoder_k = Net(seed), Net(seed)
+        self.encoder_k.requires_grad_(False)
+        self.register_buffer("queue", torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.encoder_q(x)
+        return result
+
+
+def contrast(path: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Saves a run of MoCo under DistributedDataParallel, and returns it as it goes on rightly."""
+    model = Contrast()
+    optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9, weight_decay=1e-4)
+    updated(model, optimizer, 1, 2)
+    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
+    run = {"epoch": 1, "arch": "resnet50", "state_dict": weights, "optimizer": optimizer.state_dict()}
+    torch.save(run, path)
+    return model, optimizer
+
+
+def test_a_right_resume_of_a_wrapped_model_passes_whatever_its_optimizer(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint_0000.pth.tar"
+    model, optimizer = contrast(path)
+    right = attest(optimizer, model.named_parameters(), path)
+    assert right.passed, f"{right}"
+    assert right.tensors == 18  # 12 parameters, and the buffers of momentum of the 6 that are moved
+    condition = "if the optimizer numbers its parameters in the order of the live one"
+    assert right.headline == f"The live run is the checkpoint's, {condition}"
+    first, *_, last = [slots for slots in optimizer.state.values() if "momentum_buffer" in slots]
+    first["momentum_buffer"].mul_(1.01)
+    assert {found.name for found in attest(optimizer, model.named_parameters(), path).findings} == {
+        "slot-differs"
+    }
+    first["momentum_buffer"].div_(1.01)
+    last.clear()
+    assert {found.name for found in attest(optimizer, model.named_parameters(), path).findings} >= {
+        "slot-missing"
+    }
+
+
+def test_no_updates_are_claimed_where_nothing_counts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The number in such a file's name is an epoch's, and SGD counts nothing."""
+    path = tmp_path / "checkpoint_0000.pth.tar"
+    contrast(path)
+    assert main(["inspect", str(path)]) == 0
+    assert "unknown: neither the optimizer nor its files count updates" in capsys.readouterr().out
+
+
+def test_of_weights_alone_no_verdict_speaks_of_updates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, path = Net(), tmp_path / "weights.pt"
+    torch.save({"model": model.state_dict()}, path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    attested = attest(optimizer, model.named_parameters(), path)
+    assert attested.passed
+    assert attested.headline.endswith("; unknown: the optimizer's state")
+    assert main(["convert", str(path), str(tmp_path / "again.pt")]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(path), str(tmp_path / "again.pt")]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert (
+        first
+        == "BIT-EXACT. The same weights, bit for bit. No update was compared: neither side has an optimizer."
+    )

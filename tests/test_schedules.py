@@ -55,6 +55,29 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "constant_with_warmup": {"warmup_steps": 12, "max_steps": 50},
     "polynomial": {"warmup_steps": 3, "max_steps": 40, "lr_scheduler_kwargs": {"power": 2.0, "lr_end": 1e-4}},
     "inverse_sqrt": {"warmup_steps": 9, "max_steps": 50},
+    "cosine_with_min_lr": {"warmup_steps": 9, "max_steps": 50, "lr_scheduler_kwargs": {"min_lr": 0.03}},
+    "cosine_with_min_lr, a share": {"max_steps": 50, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+    "cosine_warmup_with_min_lr": {
+        "warmup_steps": 25,
+        "max_steps": 50,
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1, "warmup_lr_rate": 0.05},
+    },
+    "cosine_warmup_with_min_lr, the usual first rate": {
+        "warmup_steps": 25,
+        "max_steps": 50,
+        "lr_scheduler_kwargs": {"min_lr": 0.01},
+    },
+    "cosine_with_restarts": {"warmup_steps": 5, "max_steps": 50, "lr_scheduler_kwargs": {"num_cycles": 3}},
+    "warmup_stable_decay": {
+        "warmup_steps": 25,
+        "max_steps": 50,
+        "lr_scheduler_kwargs": {"num_decay_steps": 15, "min_lr_ratio": 0.1, "decay_type": "linear"},
+    },
+    "warmup_stable_decay, cosines": {
+        "warmup_steps": 25,
+        "max_steps": 50,
+        "lr_scheduler_kwargs": {"num_decay_steps": 15, "warmup_type": "cosine"},
+    },
 }
 
 
@@ -121,13 +144,13 @@ def test_pytorchs_schedules_go_on_elsewhere_at_their_own_rates(name: str) -> Non
 def test_trainers_arguments_tell_its_schedule(name: str) -> None:
     from transformers.optimization import get_scheduler
 
-    arguments_of = TRANSFORMERS[name]
+    kind, arguments_of = name.partition(",")[0], TRANSFORMERS[name]
     special = {"scheduler_specific_kwargs": arguments_of.get("lr_scheduler_kwargs")}
     schedule = get_scheduler(
-        name, optimizer(), arguments_of.get("warmup_steps", 0), arguments_of["max_steps"], **special
+        kind, optimizer(), arguments_of.get("warmup_steps", 0), arguments_of["max_steps"], **special
     )
     stepped(schedule, DONE)
-    arguments = {"lr_scheduler_type": name, "learning_rate": 0.1, **arguments_of}
+    arguments = {"lr_scheduler_type": kind, "learning_rate": 0.1, **arguments_of}
     extra = {"torch": {"scheduler": state_of(schedule), TRAINER_ARGUMENTS: arguments}}
     [run_schedule] = run_of(extra).schedules
     due = stepped(schedule, MORE)

@@ -26,7 +26,7 @@ from statekit.files.checkpoint import Finding as Oddity
 from statekit.files.tree import Place
 from statekit.maps.links import carried_to_load
 from statekit.state.comparison import Difference, compare_states, uncompared
-from statekit.state.evidence import OPTIMIZER, TAKEN, Fact
+from statekit.state.evidence import OPTIMIZER, TAKEN, Fact, ordered
 from statekit.state.facts import facts_of
 from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
@@ -40,6 +40,7 @@ ORDERED = (
     "The checkpoint numbers its parameters and nothing in it tells which they are; they are taken in the order of the "
     "live optimizer, so that an order which is wrong can't be seen."
 )
+LIVE_ORDER = "the order of the live one"
 _SCALARS = (bool, int, float, str, type(None))
 _LACKS = {True: "the checkpoint has it, and none was given", False: "the checkpoint has none"}
 
@@ -145,7 +146,7 @@ def attesting(
                 compared.tensors - len(lacking),
                 compared.bytes_read,
                 warnings=(*spare, *map(_warning, parted.later)),
-                facts=tuple(facts_as_live(right, state)),
+                facts=(*facts_as_live(right, state), *([ordered(LIVE_ORDER)] if taken else [])),
             )
         yield Sides(result, right, state, lambda: _by_path(run.live(opened)))
 
@@ -156,6 +157,8 @@ def facts_as_live(right: TrainState, live: TrainState) -> Iterator[Fact]:
     for group in live.optimizer.groups:
         for name, value in group.hyperparameters.items():
             values.setdefault(name, set()).add(value if isinstance(value, _SCALARS) else ...)
+    if _has_weights_alone(right, live):
+        yield Fact("the optimizer's state", because="the checkpoint has weights alone")
     for fact in facts_of(right):
         same = values.get(fact.name.rpartition("/")[2], {...})
         if fact.is_weak and fact.name != OPTIMIZER and not fact.others and len(same) == 1 and ... not in same:

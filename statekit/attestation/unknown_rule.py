@@ -12,7 +12,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from statekit.attestation.attest import attesting, sampled
+from statekit.attestation.attest import LIVE_ORDER, attesting, sampled
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.faults import fault
 from statekit.attestation.live_run import LiveRun
@@ -24,6 +24,8 @@ from statekit.errors import UnknownFormatError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.tree import Place
 from statekit.state.comparison import is_zero
+from statekit.state.evidence import ordered
+from statekit.state.param_names import wrapped_names
 from statekit.state.schema import is_native
 from statekit.tensors.distance import distance
 from statekit.tensors.tensor import Tensor, nbytes, parts_of
@@ -119,6 +121,7 @@ def attest_by_names(
         seed: Of the sample.
     """
     (checkpoint, expected), (running, actual) = right, live
+    expected = _renamed(expected, wrapped_names([*actual.params], [*expected.params]))
     gone = {path_of(place) for place in elsewhere}
     lacking = [path for path in expected.params if path not in actual.params and path not in expected.options]
     expected = _without(expected, {*gone, *lacking})
@@ -157,6 +160,22 @@ def attest_by_names(
         len(expected.params),
         compared.tensors,
         compared.bytes_read,
+        facts=(ordered(LIVE_ORDER),) if assumptions else (),
+    )
+
+
+def _renamed(contents: Contents, theirs: Mapping[str, str]) -> Contents:
+    """Returns what a checkpoint holds under the live names, by which `theirs` has those that a wrapper changed."""
+    ours = {path: name for name, path in theirs.items()}
+
+    def renamed(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {ours.get(path, path): value for path, value in part.items()}
+
+    return replace(
+        contents,
+        params=renamed(contents.params),
+        slots=renamed(contents.slots),
+        options=renamed(contents.options),
     )
 
 

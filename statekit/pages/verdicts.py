@@ -83,12 +83,18 @@ BITS_KEPT = (
 """What it means where the files hold the same bits, and only the steps that moved them round otherwise."""
 
 
+WEIGHTS_KEPT = "The same weights, bit for bit. No update was compared: neither side has an optimizer."
+"""What it means where both sides have weights alone."""
+
+
 def meaning(verdict: Mapping[str, Any]) -> str:
     """Returns what a verdict of `verify` means, in a sentence.
 
     Args:
         verdict: As a certificate has it.
     """
+    if verdict["whole"] == "bit-exact" and verdict.get("not_stepped"):
+        return WEIGHTS_KEPT
     is_by_steps = verdict["whole"] == "within the rounding bound" and verdict.get("exactness") == "bitwise"
     return BITS_KEPT if is_by_steps else SAYS[verdict["whole"]]
 

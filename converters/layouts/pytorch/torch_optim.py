@@ -580,7 +580,7 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
 
 def _stated_updates(kinds: Sequence[TorchOptimizer], parts: Parts, checkpoint: Checkpoint) -> int | None:
     """Returns the updates that a run has done where no parameter has made any; None where nothing tells them."""
-    is_counted = any(kind.count is not None for kind in kinds)
+    is_counted = any(kind.count is not None and not kind.is_native for kind in kinds)
     return 0 if is_counted else native.stated_updates(parts.groups, parts.rest, checkpoint)
 
 

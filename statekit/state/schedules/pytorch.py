@@ -101,6 +101,7 @@ _TORCH: Mapping[str, Callable[[Mapping[str, Any], float], list[Piece]]] = {
     ],
 }
 """What a class does to a rate. One that lasts for no updates stays as its constructor leaves the rate."""
+_Part: TypeAlias = Annotated[float, Limit("a number above 0", lambda n: 0 < n < math.inf)]
 _Count: TypeAlias = Annotated[int, Limit("a small number", lambda n: 0 <= n < 1000)]
 STATES: Mapping[str, Mapping[str, Any]] = {
     "ConstantLR": {"factor": Finite, "total_iters": Natural},
@@ -120,11 +121,28 @@ class Arguments(TypedDict, total=False):
     """Those of a Trainer's arguments that make its schedule."""
 
     lr_scheduler_type: Name | None
-    lr_scheduler_kwargs: dict[Name, Finite] | None
+    lr_scheduler_kwargs: dict[Name, Finite | Name | None] | None
     max_steps: int | None
     warmup_steps: Finite | None
     warmup_ratio: Finite | None
     learning_rate: Finite | None
+
+
+class Special(TypedDict, total=False):
+    """Arguments that schedules of Transformers take besides these."""
+
+    num_cycles: _Part
+    lr_end: Finite
+    power: Finite
+    timescale: Finite
+    min_lr: Finite
+    min_lr_rate: Finite
+    warmup_lr_rate: Finite
+    num_decay_steps: Natural
+    num_stable_steps: Natural
+    min_lr_ratio: Finite
+    warmup_type: Name
+    decay_type: Name
 
 
 def _sequence(state: Mapping[str, Any], base: float) -> Told:
@@ -144,16 +162,109 @@ def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
     if wrong := next(misfits(arguments, Arguments), None):
         return f"of the Trainer's arguments, {wrong[1]} {wrong[0]}"
     kind, whole = arguments.get("lr_scheduler_type"), arguments.get("max_steps")
+    given = arguments.get("lr_scheduler_kwargs") or {}
+    special = {name: value for name, value in given.items() if value is not None}
+    if wrong := next(misfits(special, Special), None):
+        return f"of the Trainer's arguments, lr_scheduler_kwargs/{wrong[1]} {wrong[0]}"
     count = whole if type(whole) is int else 0
     warm = _warmup(arguments, count)
-    if warm is None or (count <= 0 and kind in ("linear", "cosine", "polynomial")):
+    if warm is None or (count <= 0 and kind in _OF_WHOLE):
         return f"{kind}: the number of the run's updates is unknown"
     if kind == "constant":  # it has no warmup, whatever the arguments say
         return Rates((piece("constant", rate=base),))
-    behind = _behind_warmup(base, arguments, warm, max(1, count - warm))
-    if behind is None:
-        return f"Transformers' schedule {kind} isn't one that others have"
-    return Rates((piece("linear", start=0.0, end=base, steps=warm), behind) if warm else (behind,))
+    arguments = {**arguments, "lr_scheduler_kwargs": special}
+    steps = max(1, count - warm)
+    pieces = _own_warmup(base, arguments, warm, steps) or _after_linear(base, arguments, warm, steps)
+    return Rates(pieces) if pieces else f"Transformers' schedule {kind} isn't one that others have"
+
+
+def _after_linear(
+    base: float, arguments: Mapping[str, Any], warm: int, steps: int
+) -> tuple[Piece, ...] | None:
+    """Returns a Trainer's schedule that begins with a linear warmup; None if others have no such schedule."""
+    restarts = _restarts(base, arguments, warm, steps)
+    behind = restarts or filter(None, (_behind_warmup(base, arguments, warm, steps),))
+    warmup = [piece("linear", start=0.0, end=base, steps=warm)] if warm else []
+    return (*warmup, *pieces) if (pieces := tuple(behind)) else None
+
+
+def _restarts(base: float, arguments: Mapping[str, Any], warm: int, steps: int) -> tuple[Piece, ...] | None:
+    """Returns a cosine that begins anew in whole numbers of updates; None where it is another, or doesn't."""
+    special = arguments["lr_scheduler_kwargs"]
+    cycles = special.get("num_cycles", 1)
+    is_whole = arguments["lr_scheduler_type"] == "cosine_with_restarts" and special.keys() <= {"num_cycles"}
+    if not is_whole or cycles not in range(1, steps + 1) or steps % cycles:
+        return None
+    length = steps // int(cycles)
+    # Transformers multiplies a rounded quotient: where that misses a whole number, its cosine ends an update late.
+    if any((float(cycles) * (at / steps)) % 1.0 for at in range(0, steps, length)):
+        return None
+    turns = piece("restarts", warm, warm, start=base, end=0.0, steps=length)
+    return turns, piece("constant", warm + steps, rate=0.0)
+
+
+def _own_warmup(base: float, arguments: Mapping[str, Any], warm: int, steps: int) -> tuple[Piece, ...] | None:
+    """Returns a Trainer's schedule that has a warmup of its own; None where it has the usual one."""
+    special = arguments["lr_scheduler_kwargs"]
+    match arguments["lr_scheduler_type"]:
+        case "warmup_stable_decay":
+            return _stable(base, special, warm, steps)
+        case "cosine_warmup_with_min_lr" if special.keys() <= {*_LEAST, "num_cycles", "warmup_lr_rate"}:
+            least = _least(base, arguments)
+            if least is None:
+                return None
+            first = base * special.get("warmup_lr_rate", 1 / max(warm, 1))
+            warmup = (
+                piece("linear", start=first, end=base, steps=warm - 1)
+                if warm > 1
+                else piece("constant", rate=first)
+            )
+            half = steps / (2 * special.get("num_cycles", 0.5))
+            cosine = piece("cosine", warm, warm - 1, start=base, end=least, steps=half)
+            return (warmup, cosine) if warm else (cosine,)
+    return None
+
+
+_OF_WHOLE = (
+    "linear", "cosine", "polynomial", "cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+)  # fmt: skip
+"""The schedules of Transformers that know how long the run is."""
+_LEAST = ("min_lr", "min_lr_rate")
+"""Arguments that say where a cosine ends: a rate, or a share of the first one."""
+_STABLE = frozenset(
+    ["num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"]
+)
+
+
+def _least(base: float, arguments: Mapping[str, Any]) -> float | None:
+    """Returns the rate at which a Trainer's cosine ends; None where nothing says it.
+
+    It is said for the rate that the optimizer was made with, and scaled with a group's own.
+    """
+    special, made = arguments["lr_scheduler_kwargs"], arguments.get("learning_rate", base)
+    if "min_lr_rate" in special or not made or "min_lr" not in special:
+        return base * special["min_lr_rate"] if "min_lr_rate" in special else None
+    return float(base * (special["min_lr"] / made))
+
+
+def _stable(base: float, special: Mapping[str, Any], warm: int, steps: int) -> tuple[Piece, ...] | None:
+    """Returns the schedule of Transformers that warms up, stays, and decays; None if others have no such schedule."""
+    decay, least = special.get("num_decay_steps"), base * special.get("min_lr_ratio", 0.0)
+    if decay is None or not special.keys() <= _STABLE:
+        return None
+    shapes = {"linear": 1.0, "cosine": 1 / (2 * special.get("num_cycles", 0.5))}
+    falls = special.get("decay_type", "cosine")
+    rises = special.get("warmup_type", "linear")
+    if falls not in shapes or rises not in shapes:
+        return None
+    at = warm + special.get("num_stable_steps", steps - decay)
+    pieces = [piece(rises, start=least, end=base, steps=warm)] if warm else []
+    pieces += [piece("constant", warm, rate=base)] if at > warm else []
+    pieces += (
+        [piece(falls, max(at, warm), at, start=base, end=least, steps=decay * shapes[falls])] if decay else []
+    )
+    return (*pieces, piece("constant", max(at, warm) + decay if at >= warm else at + decay, rate=least))
 
 
 def _warmup(arguments: Mapping[str, Any], count: int) -> int | None:
@@ -173,9 +284,10 @@ def _behind_warmup(base: float, arguments: Mapping[str, Any], warm: int, steps: 
             return piece("constant", warm, rate=base)
         case "linear":
             return piece("linear", warm, warm, start=base, end=0.0, steps=steps)
-        case "cosine" if extra.keys() <= {"num_cycles"} and extra.get("num_cycles") != 0:
+        case "cosine" | "cosine_with_min_lr" as kind if extra.keys() <= {"num_cycles", *_LEAST}:
             half = steps / (2 * extra.get("num_cycles", 0.5))
-            return piece("cosine", warm, warm, start=base, end=0.0, steps=half)
+            end = 0.0 if kind == "cosine" else _least(base, arguments)
+            return None if end is None else piece("cosine", warm, warm, start=base, end=end, steps=half)
         case "polynomial" if extra.keys() <= {"lr_end", "power"} and arguments.get("learning_rate", base):
             # Its end is said for the rate that the optimizer was made with, and scaled with a group's own.
             end = extra.get("lr_end", 1e-7) * base / arguments.get("learning_rate", base)
@@ -195,7 +307,7 @@ _NEEDS = {
     "constant": (),
     "constant_with_warmup": (_WARM,),
     "inverse_sqrt": (_WARM,),
-    **dict.fromkeys(("linear", "cosine", "polynomial"), (_WARM, _WHOLE)),
+    **dict.fromkeys(_OF_WHOLE, (_WARM, _WHOLE)),
 }
 """Schedule -> the numbers of updates that it takes."""
 
