@@ -33,14 +33,23 @@ def attest(
 
     Raises:
         StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
-        UsageError: It has prepared several models.
+        UsageError: Its optimizers move several models, or none.
     """
     return attest_torch(
         accelerator._optimizers,
-        only(accelerator._models, "model"),
+        only(_moved(accelerator), "model"),
         path,
         scheduler=accelerator._schedulers,
         scaler=accelerator.scaler,
         strict=strict,
         **options,
     )
+
+
+def _moved(accelerator: Any) -> list[Any]:
+    """Returns the models whose parameters its optimizers move: others may be prepared beside them, frozen."""
+    groups = [group for optimizer in accelerator._optimizers for group in optimizer.param_groups]
+    params = {id(param) for group in groups for param in group["params"]}
+    models = list(accelerator._models)
+    moved = [model for model in models if any(id(param) in params for param in model.parameters())]
+    return moved or models  # DeepSpeed's optimizer has flat parameters of its own

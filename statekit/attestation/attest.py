@@ -146,9 +146,18 @@ def attesting(
                 compared.tensors - len(lacking),
                 compared.bytes_read,
                 warnings=(*spare, *map(_warning, parted.later)),
-                facts=(*facts_as_live(right, state), *([ordered(LIVE_ORDER)] if taken else [])),
+                facts=tuple(_facts_of(right, state, taken)),
             )
         yield Sides(result, right, state, lambda: _by_path(run.live(opened)))
+
+
+def _facts_of(right: TrainState, live: TrainState, taken: Sequence[str]) -> Iterator[Fact]:
+    """Yields what the verdict rests on; `taken` says that the order of numbers is the live optimizer's."""
+    if _has_weights_alone(right, live):
+        yield Fact("the optimizer's state", because="the checkpoint has weights alone")
+    yield from facts_as_live(right, live)
+    if taken:
+        yield ordered(LIVE_ORDER)
 
 
 def facts_as_live(right: TrainState, live: TrainState) -> Iterator[Fact]:
@@ -157,8 +166,6 @@ def facts_as_live(right: TrainState, live: TrainState) -> Iterator[Fact]:
     for group in live.optimizer.groups:
         for name, value in group.hyperparameters.items():
             values.setdefault(name, set()).add(value if isinstance(value, _SCALARS) else ...)
-    if _has_weights_alone(right, live):
-        yield Fact("the optimizer's state", because="the checkpoint has weights alone")
     for fact in facts_of(right):
         same = values.get(fact.name.rpartition("/")[2], {...})
         if fact.is_weak and fact.name != OPTIMIZER and not fact.others and len(same) == 1 and ... not in same:

@@ -166,10 +166,10 @@ def attest_by_names(
 
 def _renamed(contents: Contents, theirs: Mapping[str, str]) -> Contents:
     """Returns what a checkpoint holds under the live names, by which `theirs` has those that a wrapper changed."""
-    ours = {path: name for name, path in theirs.items()}
+    live_names = {path: name for name, path in theirs.items()}
 
     def renamed(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {ours.get(path, path): value for path, value in part.items()}
+        return {live_names.get(path, path): value for path, value in part.items()}
 
     return replace(
         contents,

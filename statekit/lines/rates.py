@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "PolynomialLR": ("total_iters", "power"),
     "CosineAnnealingLR": ("T_max", "eta_min"),
     "CosineAnnealingWarmRestarts": ("T_0", "T_mult", "eta_min"),
+    "ReduceLROnPlateau": ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "eps"),
 }
 """Class of PyTorch -> arguments that its state holds too.
 
@@ -313,8 +314,6 @@ def _made(kind: str | None, state: Mapping[str, Any], optimizer: str) -> str:
         return "..."
     if kind == "LambdaLR":
         arguments = "lr_lambda"
-    elif kind in _ARGUMENTS and set(_ARGUMENTS[kind]) <= state.keys():
-        arguments = ", ".join(f"{name}={state[name]!r}" for name in _ARGUMENTS[kind])
     elif kind == "SequentialLR" and isinstance(parts, (list, tuple)) and all(map(_is_record, parts)):
         parts_code = ", ".join(_made(torch_kind(part), part, optimizer) for part in parts)
         arguments = f"[{parts_code}], milestones={state.get('_milestones')!r}"
@@ -322,8 +321,19 @@ def _made(kind: str | None, state: Mapping[str, Any], optimizer: str) -> str:
         each_at = [at for at, times in state["milestones"].items() for _ in range(times)]
         arguments = f"milestones={each_at!r}, gamma={state['gamma']!r}"
     else:
-        arguments = "..."
+        arguments = _stated_arguments(kind, state)
     return f"torch.optim.lr_scheduler.{kind}({optimizer}, {arguments})"
+
+
+def _stated_arguments(kind: str, state: Mapping[str, Any]) -> str:
+    """Returns the arguments of a class of PyTorch that its state holds by name; `...` where it doesn't hold enough."""
+    if kind == "OneCycleLR":  # its highest rates come with the optimizer's groups
+        momenta = "" if state.get("cycle_momentum", True) else ", cycle_momentum=False"
+        return f"max_lr=1.0, total_steps={state['total_steps']!r}{momenta}"
+    names = _ARGUMENTS.get(kind)
+    if names is None or not {*names} <= state.keys():
+        return "..."
+    return ", ".join(f"{name}={state[name]!r}" for name in names)
 
 
 def _is_record(part: Any) -> bool:

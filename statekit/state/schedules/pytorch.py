@@ -242,10 +242,10 @@ def _least(base: float, arguments: Mapping[str, Any]) -> float | None:
 
     It is said for the rate that the optimizer was made with, and scaled with a group's own.
     """
-    special, made = arguments["lr_scheduler_kwargs"], arguments.get("learning_rate", base)
-    if "min_lr_rate" in special or not made or "min_lr" not in special:
+    special, first = arguments["lr_scheduler_kwargs"], arguments.get("learning_rate", base)
+    if "min_lr_rate" in special or not first or "min_lr" not in special:
         return base * special["min_lr_rate"] if "min_lr_rate" in special else None
-    return float(base * (special["min_lr"] / made))
+    return float(base * (special["min_lr"] / first))
 
 
 def _stable(base: float, special: Mapping[str, Any], warm: int, steps: int) -> tuple[Piece, ...] | None:
