@@ -547,11 +547,7 @@ def _help_all() -> click.Option:
 
 
 def about_checkpoint(title: str) -> dict[str, list[str]]:
-    """Returns the groups of the options that tell what a checkpoint is, and how far its files are trusted.
-
-    Args:
-        title: Of the first of both groups.
-    """
+    """Returns the groups of the options that tell what a checkpoint is, and how far its files are trusted."""
     trusts = [entry.name for entry in OPTIONS if entry.use == "trust"]
     return {title: [entry.name for entry in OPTIONS if entry.name not in trusts], SAFETY: trusts}
 

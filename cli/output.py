@@ -327,9 +327,6 @@ def progress(unit: str = "bytes", needed: bool = True) -> AbstractContextManager
 def reading(what: str = "reading") -> Iterator[Callable[[str, int], None]]:
     """Shows on stderr what is read, and how many bytes were.
 
-    Args:
-        what: What is shown before anything is told.
-
     Yields:
         What is told a name, and how many bytes are read of it.
     """

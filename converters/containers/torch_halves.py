@@ -316,10 +316,6 @@ def sb3_parts(source: Source) -> dict[str, Opened]:
 def sb3_tree(parts: Mapping[str, Tree], place: str) -> dict[str, Tree]:
     """Returns networks beside their optimizers, each pair under the names of one network.
 
-    Args:
-        parts: The objects of an archive.
-        place: The archive, for messages.
-
     Raises:
         FormatError: It has no policy.
     """

@@ -97,11 +97,7 @@ class Attestation:
         return not self.findings
 
     def of_all(self, findings: Sequence[Sequence[Finding]]) -> Attestation:
-        """Returns the attestation with the findings of every process; a finding of some names their ranks.
-
-        Args:
-            findings: Those of each process, in their order.
-        """
+        """Returns the attestation with the findings of every process; a finding of some names their ranks."""
         every = list(dict.fromkeys(item for finding in findings for item in finding))
         ranks = {item: [i for i, finding in enumerate(findings) if item in finding] for item in every}
         merged = tuple(

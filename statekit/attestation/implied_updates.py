@@ -34,12 +34,7 @@ _PER_STEP = 3
 
 
 def moved_otherwise(earlier: TrainState, later: TrainState) -> list[str]:
-    """Returns the parameters that moved otherwise than their momentum says.
-
-    Args:
-        earlier: The state before an update.
-        later: The state after it.
-    """
+    """Returns the parameters that moved otherwise than their momentum says."""
     if later.counts.updates != earlier.counts.updates + 1:
         return []
     left, wrong = WORK, list[str]()

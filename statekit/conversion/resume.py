@@ -253,10 +253,6 @@ def _loss_lines(saved: SavedRun) -> list[str]:
 def next_update(state: State, schedules: Sequence[Schedule] = ()) -> list[dict[str, Any]]:
     """Returns what the next update of each group will use, as far as the state says.
 
-    Args:
-        state: The state.
-        schedules: What is known of the run's schedules.
-
     Returns:
         For each group: its parameters; `learning_rate` (None where whoever steps must give it); `update`, the number
         of updates done, and `schedule`, the argument of a learning-rate schedule (both None where nothing counts

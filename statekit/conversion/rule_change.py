@@ -196,11 +196,6 @@ def joined_rule_change(state: TrainState, ways: Sequence[RuleChange | None]) -> 
 def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     """Returns a state as another variant goes on with it.
 
-    Args:
-        state: The state.
-        source: The variant that made it.
-        target: The variant that shall go on.
-
     Raises:
         NotFoundError: The schema has no such variant.
         UsageError: The run's step_offset lies beyond its updates.

@@ -315,14 +315,7 @@ NEUTRAL = "statekit"
 
 
 def is_carried(state: TrainState, source: str, target: LayoutCard, sources: LayoutCard) -> bool:
-    """Tells whether a state stays in its own system, or goes into the neutral folder: nothing is asked there.
-
-    Args:
-        state: The state.
-        source: Name of the layout it is from.
-        target: The target's layout.
-        sources: The source's layout.
-    """
+    """Tells whether a state stays in its own system, or goes into the neutral folder: nothing is asked there."""
     if target.name in (source, NEUTRAL) or state.optimizer.schema == WEIGHTS:
         return True
     return all(

@@ -416,11 +416,7 @@ class Written:
             self._runs.append(Leaf(start, size, name))
 
     def leaves(self, tensors: Mapping[str, Mapping[str, Any]]) -> tuple[Leaf, ...]:
-        """Returns the file's leaves, in its order.
-
-        Args:
-            tensors: Entries of the tensors by name.
-        """
+        """Returns the file's leaves, in its order."""
         leaves = sorted(run for run in self._runs if run.name in tensors and _is_leaf(run, tensors[run.name]))
         return tuple(leaves) if sum(leaf.bytes for leaf in leaves) >= WORTH_BYTES else ()
 

@@ -220,12 +220,7 @@ class Stage:
         self._following = dict(zip(tensors, [*tensors.items()][1:], strict=False))
 
     def adopt(self, tensors: Entries, files: Entries) -> None:
-        """Takes what other processes wrote below `path` and proved there: it is not read again.
-
-        Args:
-            tensors: What they streamed, in its order.
-            files: Their files, by name.
-        """
+        """Takes what other processes wrote below `path` and proved there: it is not read again."""
         self.tensors.update((name, dict(entry)) for name, entry in tensors.items())
         self._proven.update(tensors)
         self._adopted.update(files)

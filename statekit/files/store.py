@@ -300,13 +300,7 @@ def _denied(place: str) -> _Denied:
 
 @contextmanager
 def asking(root: str, name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turns what obstore raises into an error of ours, of which no credential is a part.
-
-    Args:
-        root: Where the bucket begins.
-        name: What is asked for there.
-        passing: What is raised as it is.
-    """
+    """Turns what obstore raises into an error of ours, of which no credential is a part."""
     from obstore import exceptions as of
 
     place = f"{root}/{name}".rstrip("/")

@@ -132,11 +132,7 @@ class SavedRun:
         return ", ".join([quoted(path or self.path), *filter(None, between), *options])
 
     def torch_load(self, file: str) -> str:
-        """Returns the call that loads a file of torch.save; only code that is trusted may run.
-
-        Args:
-            file: The code of its path.
-        """
+        """Returns the call that loads a file of torch.save; only code that is trusted may run."""
         if not self.classes:
             return f"torch.load({file}, weights_only=True)"
         return f"torch.load({file}, weights_only=False)  # it runs code of {self.classes}: only of a file you trust"

@@ -72,12 +72,7 @@ class Proposal:
         return not self.questions and not self.left
 
     def to_json(self, old: str, new: str) -> dict[str, Any]:
-        """Returns the file of the map.
-
-        Args:
-            old: What the old version is called.
-            new: What the new one is called.
-        """
+        """Returns the file of the map."""
         words: dict[str, dict[str, str]] = {}
         parameters = [dict(entry) for entry in _folded([_entry(link, words) for link in self.inferred])]
         facts = ["names and shapes of both checkpoints, by statekit maps --infer"]

@@ -258,10 +258,6 @@ class ModelMap:
     def with_beside(self, values: Mapping[str, Any], file: str) -> ModelMap:
         """Returns a map that knows what stands beside a checkpoint, as far as it needs it and nobody said it.
 
-        Args:
-            values: The settings, by the map's names.
-            file: What has them, for people.
-
         Raises:
             UsageError: One isn't a value that the map takes.
         """

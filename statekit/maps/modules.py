@@ -117,14 +117,7 @@ class Modules:
 
     @classmethod
     def read(cls, data: Mapping[str, Any], source: str, target: str, turned: Turned) -> Modules | None:
-        """Reads the modules of a map's file, gone from one of its sides to the other; None if it has none.
-
-        Args:
-            data: The file.
-            source: The side that is read.
-            target: The other.
-            turned: What gives a line's operations in that direction.
-        """
+        """Reads the modules of a map's file, gone from one of its sides to the other; None if it has none."""
         if "modules" not in data:
             return None
         kinds = [

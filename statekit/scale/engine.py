@@ -121,11 +121,6 @@ class _Course:
 def carry_out(work: Work, engine: Engine, tell: Callable[[Status], object] = lambda status: None) -> None:
     """Carries out the tasks of a work that are missing.
 
-    Args:
-        work: The work.
-        engine: Where.
-        tell: Told now and then how far it is.
-
     Raises:
         CommitError: Tasks failed, each time; lists them. What is done stays done.
     """

@@ -127,11 +127,6 @@ class Jobs:
     def submit_each(self, kind: str, subjects: Sequence[int], *, requested_by: str = "") -> list[Job]:
         """Asks for the same work about each of some checkpoints: for all of it, or for none.
 
-        Args:
-            kind: What shall be done.
-            subjects: The numbers of the checkpoints.
-            requested_by: Who asks.
-
         Raises:
             UsageError, NotFoundError, RefusedError: As `submit`, of one of them.
         """
@@ -363,12 +358,6 @@ class Jobs:
     ) -> bool:
         """Renews a lease, and says how far the work is; returns whether somebody has asked for its end.
 
-        Args:
-            lease: The lease.
-            fraction: How much is done.
-            text: What is being done.
-            lines: What the job's log gets.
-
         Raises:
             Lost: It is over.
         """
@@ -398,15 +387,7 @@ class Jobs:
         problem: Mapping[str, Any] | None = None,
         lines: Sequence[str] = (),
     ) -> bool:
-        """Ends a job; returns False, and changes nothing, if the lease is over.
-
-        Args:
-            lease: The lease.
-            state: How it has ended.
-            result: What came of it.
-            problem: Why it failed.
-            lines: What the job's log gets before that.
-        """
+        """Ends a job; returns False, and changes nothing, if the lease is over."""
         with self._database.writing() as connection:
             if self._held(connection, lease) is None:
                 return False

@@ -223,10 +223,6 @@ class OptimizerSchema:
     def gradient_power(self, slot: str, settings: Mapping[str, Any]) -> int:
         """Returns the power of the gradient with which a slot grows: 2 where gradients times c make it times c^2.
 
-        Args:
-            slot: Its name.
-            settings: The run's hyperparameters, all that may decide it.
-
         Raises:
             UnknownRuleError: The optimizer has no schema.
 
@@ -339,10 +335,6 @@ class OptimizerSchema:
 
     def needed(self, slots: Collection[str], values: Mapping[str, Any]) -> set[str]:
         """Returns the slots that a parameter has once it was updated, as far as its others and its group tell.
-
-        Args:
-            slots: Those that it has.
-            values: Its group's hyperparameters.
 
         Example:
             >>> sorted(load_schema("adamw").needed(["m"], {"amsgrad": True}))

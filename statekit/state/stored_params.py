@@ -274,12 +274,7 @@ def encoded(state: TrainState) -> TrainState:
 
 
 def entered(state: TrainState, source: str) -> TrainState:
-    """Returns a state that has just come under a variant's rule, with its bfloat16 parameters as that stores them.
-
-    Args:
-        state: The state, with the new variant.
-        source: The variant that it is from.
-    """
+    """Returns a state that has just come under a variant's rule, with its bfloat16 parameters as that stores them."""
     schema, target = state.optimizer.schema, str(state.optimizer.variant)
     if not encodes(schema, target) or encodes(schema, source):
         return state
@@ -297,10 +292,6 @@ def _encoded(state: TrainState, paths: Collection[str]) -> TrainState:
 
 def check_known(state: TrainState, makers: Iterable[str]) -> None:
     """Refuses a state whose bfloat16 parameters may be encoded or not, as nobody said which variant made it.
-
-    Args:
-        state: The state.
-        makers: The variants that may have made it.
 
     Raises:
         InexactError: Some of them encode, others don't.

@@ -126,11 +126,6 @@ def renamed_apart(pairs: Sequence[tuple[str, str]], names: Sequence[str], place:
 def is_found(pattern: str, name: str, place: str) -> bool:
     """Tells whether a pattern is found anywhere in a name, as `re.search` does.
 
-    Args:
-        pattern: The pattern.
-        name: The name.
-        place: Where the pattern stands, for errors.
-
     Raises:
         StateError: It is none, or one that may take too long.
     """

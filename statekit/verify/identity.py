@@ -153,14 +153,7 @@ def _is_of(name: str, path: str) -> bool:
 
 
 def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reader) -> list[Row]:
-    """Compares every tensor that a target should hold with what it holds, bit for bit.
-
-    Args:
-        expected: What the source becomes, read from the source.
-        actual: What the target holds, read from the target.
-        plan: How exact each tensor of the target is.
-        reader: Reads values.
-    """
+    """Compares every tensor that a target should hold with what it holds, bit for bit."""
     right, other = tensors_of(expected), tensors_of(actual)
     exactness = {entry.name: (entry.exactness, entry.reason) for entry in plan.entries}
     by_map = {mapping.target: (mapping.exactness, mapping.reason) for mapping in plan.mapped}

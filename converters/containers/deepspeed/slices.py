@@ -191,11 +191,6 @@ def pipeline_model(
     """Returns a pipeline's weights by the names that its optimizer knows.
 
     What layers share lies in the file of each, and has one name. Buffers are named by their layer.
-
-    Args:
-        layers: By layer and tensor-parallel rank, what its file holds.
-        state: The optimizer's state by name.
-        joins: How pieces join.
     """
     tied = {name.removeprefix(_TIED).partition(".")[2]: name for name in state if name.startswith(_TIED)}
     model = dict[str, Tensor]()

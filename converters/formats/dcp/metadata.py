@@ -103,11 +103,6 @@ class _Reading:
 def read_metadata(data: bytes, place: str, account: Account | None = None) -> StoredContents:
     """Reads and checks the pickle; lists every fault.
 
-    Args:
-        data: The file.
-        place: Its path.
-        account: What reading it draws on.
-
     Raises:
         RefusedError: It calls for code, names files elsewhere, or asks for absurd memory.
         CorruptError: Pieces are missing, overlap, or leave holes.

@@ -121,12 +121,6 @@ def write_npy_folder(arrays: Mapping[str, Tensor], folder: str, below: str, stag
 def write_npz(arrays: Mapping[str, Tensor], below: str, file: BinaryIO, stage: Stage) -> None:
     """Writes an npz as MXNet's numpy mode does.
 
-    Args:
-        arrays: By name.
-        below: What stands before the names in the tree.
-        file: The new file.
-        stage: Where tensors are streamed from.
-
     Raises:
         FormatError: An array that MXNet can't read back.
     """

@@ -59,11 +59,6 @@ def write_pickle(tree: Tree, file: BinaryIO, reduce: Reduce) -> None:
 
     A Record is written as an object made without calling its class: dotted name, arguments, state.
 
-    Args:
-        tree: What to write.
-        file: The new file.
-        reduce: Says how tensors are made.
-
     Raises:
         UsageError: The tree holds something that isn't plain.
     """

@@ -138,11 +138,6 @@ def _refuse_part(shape: Shape, found: str, place: Place) -> NoReturn:
 def joined(trees: Sequence[Tree], place: Place, path: Keys = ()) -> Tree:
     """Returns what the files of all ranks hold, parts joined to whole tensors; reading what each has compares it.
 
-    Args:
-        trees: What each rank saved, in their order.
-        place: The files' folder, for messages.
-        path: Where these trees lie in the whole.
-
     Raises:
         CorruptError: Ranks contradict each other.
         FormatError: A part isn't described as such, or isn't where the others leave room.
@@ -229,10 +224,6 @@ def refuse_flat(tree: Tree, place: Place) -> None:
 
 def refuse_local(tree: Tree, place: Place) -> None:
     """Refuses weights under FSDP1's LOCAL_STATE_DICT: flat vectors that don't tell the parameters in them.
-
-    Args:
-        tree: What one rank saved.
-        place: The files' folder, for messages.
 
     Raises:
         RefusedError: They are of this kind.

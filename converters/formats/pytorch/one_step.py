@@ -54,9 +54,6 @@ def check_one_step(of_ranks: OfRanks) -> None:
 def check_slots(of_ranks: OfRanks) -> list[str]:
     """Refuses ranks whose slots of one vector have other names than the first's, or other counts.
 
-    Args:
-        of_ranks: The slots of each rank.
-
     Returns:
         Names of other numbers that aren't the same: an optimizer may measure the piece that a rank has.
 

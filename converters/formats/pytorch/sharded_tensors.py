@@ -56,10 +56,6 @@ def is_sharded_class(name: str) -> bool:
 def pieces_of(node: Record, place: str) -> Pieces:
     """Takes the record of a ShardedTensor apart.
 
-    Args:
-        node: The record.
-        place: The tensor and its file, for messages.
-
     Raises:
         FormatError: It isn't described as such.
     """
@@ -85,11 +81,6 @@ def pieces_of(node: Record, place: str) -> Pieces:
 
 def joined_pieces(ranks: Sequence[Pieces], place: str, remedy: str) -> Tensor:
     """Returns a tensor made of the pieces of all ranks; a piece that several ranks have is compared when it is read.
-
-    Args:
-        ranks: What each rank has, in their order.
-        place: The tensor and its files, for messages.
-        remedy: What to do where ranks contradict each other.
 
     Raises:
         CorruptError: Ranks contradict each other, or a piece is missing.

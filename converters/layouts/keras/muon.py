@@ -184,10 +184,6 @@ def arguments(parts: Sequence[Part], ratio: float = 1) -> dict[str, Any]:
     """Returns the arguments of the class for the groups of a state.
 
     `exclude_layers` names each path that is Adam's; shapes don't matter, as such a path needs no other reason.
-
-    Args:
-        parts: The groups.
-        ratio: What Adam multiplies a schedule's rate by.
     """
     values = {kind: hyper for kind, hyper, _ in parts}
     options = load_schema(MATRICES[0]).native(VARIANT, dict(values[MATRICES]))

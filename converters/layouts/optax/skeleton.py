@@ -332,12 +332,6 @@ def _is_whole(form: Tree) -> bool:
 def in_own_form(state: TrainState, key: str, form: Tree, contents: Contents) -> Encoded:
     """Returns the tree that a state was read from, with what it holds now.
 
-    Args:
-        state: The state.
-        key: The layout's key.
-        form: The form that it kept.
-        contents: What goes into it.
-
     Raises:
         StateError: The form isn't one of these parameters.
     """

@@ -70,11 +70,6 @@ def changed(
 def without_model(encoded: Encoded, target: tuple[str, str], state: TrainState) -> tuple[Encoded, Change]:
     """Returns a state in native form without its parameters, and what that leaves behind.
 
-    Args:
-        encoded: The state in native form.
-        target: The target's layout and container.
-        state: The state.
-
     Raises:
         UsageError: The target has no form of an optimizer's state alone; says why.
     """

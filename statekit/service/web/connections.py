@@ -125,10 +125,6 @@ UVICORN: Mapping[str, Any] = {
 
 
 def uvicorn_settings(keys: Keys) -> Mapping[str, Any]:
-    """Returns how uvicorn is set up for one service.
-
-    Args:
-        keys: What tells those who signed in from strangers.
-    """
+    """Returns how uvicorn is set up for one service."""
     shared = {"lobby": Lobby(), "admits": staticmethod(keys.admits)}
     return {**UVICORN, "http": type("ServiceProtocol", (PunctualProtocol,), shared)}

@@ -32,14 +32,7 @@ def _pages() -> Environment:
 
 
 def drawn(request: Request, name: str, said: Mapping[str, Any], status: int = HTTPStatus.OK) -> Response:
-    """Returns a page.
-
-    Args:
-        request: Who asks, and in which colours.
-        name: The template.
-        said: What it shows.
-        status: With which status.
-    """
+    """Returns a page."""
     theme = request.cookies.get("theme")
     shared = {"theme": theme if theme in {"light", "dark"} else None, "here": request.scope["path"]}
     return HTMLResponse(_pages().get_template(name).render({**shared, **said}), status, _HEADERS)

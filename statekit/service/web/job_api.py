@@ -68,11 +68,7 @@ class JobBody(Body):
 
 
 def job_routes(service: Service) -> APIRouter:
-    """Returns the routes of what is done.
-
-    Args:
-        service: Whose jobs and lineage they are.
-    """
+    """Returns the routes of what is done."""
     jobs, streams = service.jobs, set[object]()
     routes = APIRouter(prefix=PREFIX, responses=PROBLEMS, dependencies=EVERYWHERE, tags=["jobs"])
 

@@ -121,13 +121,7 @@ class Screens:
         return tuple(item.id for item in reversed(page.items) if item.resumable)
 
     def about_parameter(self, subjects: tuple[int, ...], path: str, **more: Any) -> Job | None:
-        """Returns the job that has looked at a parameter, or the last that was asked to.
-
-        Args:
-            subjects: In which checkpoints.
-            path: The parameter.
-            more: Further options of the job.
-        """
+        """Returns the job that has looked at a parameter, or the last that was asked to."""
         if not subjects:
             return None
         options = {"path": path, **more}

@@ -45,12 +45,7 @@ _REFRESH = '<meta http-equiv="refresh" content="0; url={home}">\n'
 
 
 def form(status: HTTPStatus, said: str = "This service knows its users by a token.") -> HTMLResponse:
-    """Returns the page that asks for the token.
-
-    Args:
-        status: With which status.
-        said: What to say above, plain text of ours.
-    """
+    """Returns the page that asks for the token."""
     # The browser says the origin of a form that it posts only under this policy, and where it says nothing else of it
     # (no Sec-Fetch-Site without https, but for loopback) nobody could sign in.
     return HTMLResponse(
@@ -59,12 +54,7 @@ def form(status: HTTPStatus, said: str = "This service knows its users by a toke
 
 
 def router(keys: Keys, public: PublicAddress = DIRECT) -> APIRouter:
-    """Returns the routes by which people sign in and out.
-
-    Args:
-        keys: What lets somebody in.
-        public: Under which address browsers see the service.
-    """
+    """Returns the routes by which people sign in and out."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/sign-in")

@@ -50,14 +50,7 @@ def fault(
     counts: Iterable[str] = (),
     others: Iterable[str] = (),
 ) -> str | None:
-    """Returns what is wrong with arguments that shall be numbers: those that nobody said, or those that are none.
-
-    Args:
-        arguments: The arguments.
-        needed: Those that it takes.
-        counts: Those of them that are numbers of updates.
-        others: Those of them that aren't numbers.
-    """
+    """Returns what is wrong with arguments that shall be numbers: those that nobody said, or those that are none."""
     names = list(needed)
     if missing := [name for name in names if arguments.get(name) is None]:
         return f"missing {', '.join(missing)}"
