@@ -329,6 +329,19 @@ def test_a_large_header_is_read_to_its_end_and_no_further() -> None:
     assert len(counting.reads) == 4 and sum(count for _, _, count in counting.reads) == 8 + 9 * 2**20
 
 
+@pytest.mark.parametrize("is_proven", [False, True])
+def test_a_process_that_needs_half_of_each_tensor_gets_little_more(is_proven: bool) -> None:
+    """Seen red: where each tensor is proven as a whole, five times the file was fetched."""
+    counting, half = CountingTree(MemoryTree({"x": bytes(2**27)})), 2**23
+    with Files() as files:
+        source = files.source(StoredPlace(ReadAhead(counting), PurePosixPath("x")))
+        for start in range(0, 2**26, 2 * half):
+            for at in (start + half, start, start + half) if is_proven else (start + half,):
+                source.read(at, half)
+    fetched = sum(count for _, _, count in counting.reads)
+    assert fetched <= 2 * 2**26 if is_proven else fetched == 2**25
+
+
 def test_a_page_now_and_then_is_not_taken_for_a_tensor() -> None:
     counting = CountingTree(MemoryTree({"x": bytes(2**25)}))
     with Files() as files:

@@ -52,11 +52,13 @@ class _Run:
     """Where a reader goes on in a file.
 
     Attributes:
+        begin: Where the reader began.
         stop: The first byte that wasn't asked for yet.
         size: Bytes that are asked for ahead of it.
         coming: What is under way: first byte -> number of bytes, and what waits for them.
     """
 
+    begin: int
     stop: int
     size: int
     coming: dict[int, tuple[int, Future[memoryview]]] = field(default_factory=dict)
@@ -171,18 +173,20 @@ class ReadAhead:
         gap = REQUEST_BYTES if facts.name in self._scattered else _FIRST
         run = next((run for run in runs if _goes_on(run, start, gap)), None)
         if run is None:
-            run, first = _Run(start, _FIRST), start // _FIRST * _FIRST
+            run, first = _Run(start, start, _FIRST), start if count >= _FIRST else start // _FIRST * _FIRST
             if facts.size - start < _FIRST:  # archives have their directories before their ends
                 first = max(0, facts.size - 2 * _FIRST)
                 run.size = facts.size - first
             runs.append(run)
             for gone in runs[:-_MOST_RUNS]:
-                _forget(gone)
+                self._forget(facts.name, gone)
             del runs[:-_MOST_RUNS]
         else:
             runs.append(runs.pop(runs.index(run)))
-            # Who reads a page twice in a row may be anywhere next; who reads blocks of a tensor reads all of it.
-            run.size, first = min(max(2 * run.size, 4 * count if count >= _AHEAD else 0), _MOST), start
+            # Who reads a page twice in a row may be anywhere next; who reads blocks of a tensor reads more of it. What
+            # is asked for ahead is no more than what was read: a process may need a part of each tensor alone.
+            wanted = max(2 * run.size, 4 * count if count >= _AHEAD else 0)
+            run.size, first = min(wanted, start - run.begin + 2 * count, _MOST), start
         if run.size >= _AHEAD:
             window = self._next(facts, run, start)
         else:
@@ -197,16 +201,33 @@ class ReadAhead:
     def _next(self, facts: Facts, run: _Run, start: int) -> _Window:
         """Waits for the block of a run with a byte in it, and asks for what comes behind."""
         if not any(first <= start < first + count for first, (count, _) in run.coming.items()):
-            _forget(run)
+            self._forget(facts.name, run)
             run.stop = start
-        while run.stop < min(start + run.size, facts.size):
-            count = min(REQUEST_BYTES, start + run.size - run.stop, facts.size - run.stop)
-            run.coming[run.stop] = count, self._threads.submit(self._read_once, facts, run.stop, count)
-            run.stop += count
+        stop = min(start + run.size, facts.size)
+        while (at := self._past(facts.name, run.stop, stop)) < stop:
+            count = min(REQUEST_BYTES, stop - at)
+            run.coming[at] = count, self._threads.submit(self._read_once, facts, at, count)
+            run.stop = at + count
         first = max(first for first in run.coming if first <= start)
         for passed in [other for other in run.coming if other < first]:
-            run.coming.pop(passed)[1].cancel()
+            self._leave(facts.name, passed, run.coming.pop(passed)[1])
         return _Window(first, run.coming.pop(first)[1].result())
+
+    def _forget(self, name: str, run: _Run) -> None:
+        """Gives up what is under way."""
+        for start, (_, future) in run.coming.items():
+            self._leave(name, start, future)
+        run.coming.clear()
+
+    def _leave(self, name: str, start: int, future: Future[memoryview]) -> None:
+        """Gives up a request; what is on its way already is kept when it comes."""
+
+        def keep(future: Future[memoryview]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                self._keep(name, _Window(start, future.result()))
+
+        if not future.cancel():
+            future.add_done_callback(keep)
 
     def _read_once(self, facts: Facts, start: int, count: int) -> memoryview:
         whole = np.empty(count, np.uint8).data
@@ -255,10 +276,3 @@ def joined(runs: Iterable[tuple[int, int]], size: int, gap: int = _FIRST) -> lis
 def _goes_on(run: _Run, start: int, gap: int) -> bool:
     """Tells whether a read goes on where a run's reader is, or at most so many bytes behind."""
     return min(run.coming, default=run.stop) <= start <= run.stop + gap
-
-
-def _forget(run: _Run) -> None:
-    """Gives up what is under way."""
-    for _, future in run.coming.values():
-        future.cancel()
-    run.coming.clear()
