@@ -1,6 +1,7 @@
 """Converts as it is told, each time in a process of its own that can be killed: what test_remote_targets.py drives.
 
-Each line of standard input is a JSON list, source, target and options; answered are the process, and how it ended.
+Each line of standard input is a JSON list, source, target and options; answered are the process and, after an empty
+line, how it ended.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def converted(source: str, target: str, options: dict[str, Any]) -> str:
     return "done"
 
 
-for line in sys.stdin:
+for line in iter(sys.stdin.readline, ""):
     out, into = os.pipe()
     child = os.fork()
     if not child:
@@ -39,6 +40,7 @@ for line in sys.stdin:
         os._exit(0)
     os.close(into)
     print(child, flush=True)
+    sys.stdin.readline()  # who kills it has a descriptor of it now
     with os.fdopen(out) as answer:
         text = answer.read()
     os.waitpid(child, 0)

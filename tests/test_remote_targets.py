@@ -383,20 +383,24 @@ class Converting:
         assert self._process.stdin and self._process.stdout
         self._store.writes, victim = 0, [0]
 
-        def kill(number: int) -> None:
-            if number == killed_at:
-                os.kill(victim[0], signal.SIGKILL)
+        def kill() -> None:
+            with suppress(ProcessLookupError):  # it may have ended meanwhile
+                signal.pidfd_send_signal(victim[0], signal.SIGKILL)
 
-        self._store.on_write = kill
+        self._store.on_write = lambda number: kill() if number == killed_at else None
         order = [f"{KINDS[to][0]}", target, {"to": to, "require": "lossy"}]
         print(json.dumps(order), file=self._process.stdin, flush=True)
-        victim[0] = int(self._process.stdout.readline())
+        # A number may be another process's when this one has ended; a descriptor never is.
+        victim[0] = os.pidfd_open(int(self._process.stdout.readline()))
+        print(file=self._process.stdin, flush=True)
+        timer = threading.Timer(killed_after or 0.0, kill)
         if killed_after is not None:
-            timer = threading.Timer(killed_after, lambda: os.kill(victim[0], signal.SIGKILL))
             timer.start()
         ended = str(json.loads(self._process.stdout.readline()))
-        if killed_after is not None:
-            timer.cancel()
+        timer.cancel()
+        if timer.is_alive():
+            timer.join()
+        os.close(victim[0])
         self._store.on_write = int
         return ended
 
