@@ -97,6 +97,21 @@ def set_paths(**paths: tuple[Any, ...]) -> Callable[[Any], None]:
     return change
 
 
+def without_entry(metadata: Any) -> None:
+    del metadata.state_dict_metadata[MODEL]
+    del metadata.planner_data[MODEL]
+
+
+def exchanged_paths(metadata: Any) -> None:
+    """PyTorch loads by the keys, and its converter by the paths."""
+    paths, other = metadata.planner_data, "model.enc.wi.weight"
+    paths[MODEL], paths[other] = paths[other], paths[MODEL]
+
+
+def without_path(metadata: Any) -> None:
+    del metadata.planner_data[MODEL]
+
+
 LIES: dict[str, tuple[Callable[[Any], None], type[StatekitError], str]] = {
     "above": (set_path("../secret"), RefusedError, "outside the checkpoint"),
     "absolute": (set_path("/etc/passwd"), RefusedError, "outside the checkpoint"),
@@ -123,6 +138,9 @@ LIES: dict[str, tuple[Callable[[Any], None], type[StatekitError], str]] = {
     "a list and a dict": (set_paths(step=("model", 0)), FormatError, "a list and a dict"),
     "no path": (set_paths(step=()), FormatError, "not possible"),
     "a strange path": (set_paths(step=("a", None)), FormatError, "not possible"),
+    "an entry is gone": (without_entry, CorruptError, "belong to no entry"),
+    "exchanged paths": (exchanged_paths, CorruptError, "aren't their places"),
+    "no path of one": (without_path, CorruptError, "no place in the tree"),
     "too deep": (set_paths(step=("a",) * 600), RefusedError, "too deep"),
 }
 

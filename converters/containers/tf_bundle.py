@@ -96,7 +96,7 @@ class TFBundle:
             )
             meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count, STEPS: _steps(path)}
             if isinstance(tree.get(GRAPH), bytes):
-                meta[GRAPH] = parse_graph(tree[GRAPH], f"{GRAPH} in {prefix}", files.account).to_record()
+                meta[GRAPH] = _graph(tree[GRAPH], f"{GRAPH} in {prefix}", files).to_record()
         return Checkpoint(self.name, prefix, tree, meta, number, (), files.close, (place, *data))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
@@ -110,6 +110,14 @@ class TFBundle:
     def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
         """Writes the index, and the text file that names it."""
         _bundle(encoded).join(stage, cut, records)
+
+
+def _graph(data: bytes, place: str, files: Files) -> Graph:
+    """Returns the object graph, whose variables lie under the keys that lead to them."""
+    graph = parse_graph(data, place, files.account)
+    faults = Faults(("doesn't lead to its variable", key) for key in graph.misplaced())
+    faults.check(CorruptError, "The object graph contradicts the checkpoint's keys", place=place)
+    return graph
 
 
 def _bundle(encoded: Encoded) -> Bundle:

@@ -91,10 +91,12 @@ class _Reading:
     place: str
     account: Account
     pieces: dict[tuple[str, Shape | None], StoredPiece] = field(default_factory=dict)
+    claimed: set[tuple[str, Shape | None]] = field(default_factory=set)
     faults: Faults = field(default_factory=Faults)
 
     def piece(self, key: str, offsets: Shape | None) -> StoredPiece | None:
         piece = self.pieces.get((key, offsets))
+        self.claimed.add((key, offsets))
         if piece is None:
             self.faults.add(f"its values at {offsets} are nowhere" if offsets else "lies nowhere", key)
         return piece
@@ -125,12 +127,17 @@ def read_metadata(data: bytes, place: str, account: Account | None = None) -> St
         else:
             tensor = _tensor(reading, key, _fields(entry, "TensorStorageMetadata", place))
             tensors |= {key: tensor} if tensor else {}
+    reading.faults += [
+        (f"values at {offsets} belong to no entry" if offsets else "is stored, and no entry", key)
+        for key, offsets in reading.pieces.keys() - reading.claimed
+    ]
+    paths = _paths(listed, whole.get("planner_data"), reading)
     reading.faults.check(CorruptError, "The metadata contradicts itself", place=place)
     version = whole.get("version")
     return StoredContents(
         tensors,
         objects,
-        _paths(listed, whole.get("planner_data"), place),
+        paths,
         version if isinstance(version, str) else None,
         pickled.notes,
     )
@@ -283,16 +290,18 @@ def _dtype(properties: Any, reading: _Reading) -> DType:
     return dtype
 
 
-def _paths(listed: Mapping[str, Any], planned: Any, place: str) -> dict[str, Path]:
-    """Returns the path of every key: what the planner noted, else the key itself."""
+def _paths(listed: Mapping[str, Any], planned: Any, reading: _Reading) -> dict[str, Path]:
+    """Returns the path of every key: what the planner noted, or the key itself where there was no planner."""
     noted = planned if isinstance(planned, dict) else {}
+    if noted:
+        reading.faults += [("has no place in the tree", key) for key in listed if key not in noted]
     paths: dict[str, Path] = {}
     for key in [*(key for key in noted if key in listed), *(key for key in listed if key not in noted)]:
         path = noted.get(key, (key,))
         if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
             raise FormatError(
                 "The place of an entry in its tree is not possible.",
-                place=place,
+                place=reading.place,
                 expected="names and indices",
                 found=f"{shown(path)} for {shown(key)}",
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from statekit.budget import Account
-from statekit.errors import Faults, FormatError, RefusedError, UsageError
+from statekit.errors import CorruptError, Faults, FormatError, RefusedError, UsageError
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import MAX_DEPTH, Path, Tree
 
@@ -29,6 +29,7 @@ def tree_of(
     Raises:
         FormatError: A path leads through a value, through a list by name or a dict by index, or is taken.
         RefusedError: A list has too many places, or the tree too many levels.
+        CorruptError: A key isn't its path, joined.
     """
     root: dict[Any, Any] = {}
     for key, path in paths.items():
@@ -44,7 +45,20 @@ def tree_of(
             raise _clash(key, place)
         node[path[-1]] = _Leaf(values[key])
     account = account or Account()
-    return {key: _plain(node, place, account) for key, node in root.items()}
+    tree = {key: _plain(node, place, account) for key, node in root.items()}
+    moved = Faults((f"stands at {path}", key) for key, path in paths.items() if key != flat_key(path))
+    moved.check(
+        CorruptError,
+        "The keys of values aren't their places in the tree",
+        place=place,
+        remedy="copy the checkpoint again; PyTorch itself loads by the keys",
+    )
+    return tree
+
+
+def flat_key(path: Path) -> str:
+    """Returns the key under which PyTorch's planner keeps what stands at a path."""
+    return ".".join(map(str, path))
 
 
 class _Leaf:
@@ -92,7 +106,7 @@ def flat_paths(tree: Tree) -> dict[str, tuple[Path, Tree]]:
     flat: dict[str, tuple[Path, Tree]] = {}
     faults = Faults()
     for path, value in _leaves((), tree):
-        key = ".".join(map(str, path))
+        key = flat_key(path)
         if key in flat:
             faults.add(f"has the flat name {key}, as has {_shown(flat[key][0])}", _shown(path))
         flat[key] = (path, value)

@@ -6,6 +6,7 @@ keras/src/backend/tensorflow/optimizer.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,8 @@ def found_optimizer(checkpoint: Checkpoint) -> GraphOptimizer | None:
     wanted = {VARIABLES, TRAINED, ITERATIONS}
     optimizers = [i for i, node in enumerate(graph.nodes) if wanted <= node.children.keys()]
     inside = [graph.nodes[i].children.get(INNER) for i in optimizers]
-    optimizers = [i for i, inner in zip(optimizers, inside, strict=True) if inner not in optimizers]
+    around = {*optimizers}
+    optimizers = [i for i, inner in zip(optimizers, inside, strict=True) if inner not in around]
     if len(optimizers) > 1:
         raise StateError(
             "The checkpoint holds several optimizers of Keras.",
@@ -111,23 +113,41 @@ def found_optimizer(checkpoint: Checkpoint) -> GraphOptimizer | None:
 
 
 def values_of(graph: Graph, node: int) -> tuple[tuple[str, str], ...]:
-    """Returns key and name of each variable in a list."""
-    values = (graph.nodes[item].variable for item in graph.items(node))
+    """Returns key and name of each variable in a list.
+
+    Raises:
+        StateError: A number of the list is missing, or stands for no variable.
+    """
+    items = graph.items(node)
+    values = [graph.nodes[item].variable for item in items]
+    if None in values or any(graph.child(node, f"{i}") != item for i, item in enumerate(items)):
+        raise StateError(
+            "A list of an optimizer's variables has gaps.",
+            expected=f"a variable at each number below {len(items)}",
+            found=", ".join(sorted(graph.nodes[node].children, key=len)[:20]),
+        )
     return tuple((value.key, value.full_name) for value in values if value is not None)
 
 
 def frozen_keys(tree: Mapping[str, Any], optimizer: GraphOptimizer) -> dict[str, str]:
-    """Returns names and keys of the model's variables that the optimizer doesn't move."""
+    """Returns names and keys of the model's variables that the optimizer doesn't move.
+
+    Where several have one name, as layers of two models may, each is called by its place.
+    """
     taken = {key for key, _ in (*optimizer.variables, *optimizer.moved)}
     values = (node.variable for node in optimizer.graph.nodes)
-    return {
-        value.full_name: value.key
+    frozen = [
+        value
         for value in values
         if value is not None
         and value.key not in taken
-        and value.full_name not in {name for _, name in optimizer.moved}
         and isinstance(tree.get(value.key), Tensor)
         and tree[value.key].dtype.kind in "fV"
+    ]
+    names = Counter([name for _, name in optimizer.moved] + [value.full_name for value in frozen])
+    return {
+        value.full_name if names[value.full_name] == 1 else value.key.removesuffix(SUFFIX): value.key
+        for value in frozen
     }
 
 

@@ -341,6 +341,12 @@ def native_state(
         if path is not None:
             slots.setdefault(path, {})[name] = tensor
     alone = {name: tensor for path, name, tensor in rows if path is None}
+    arrays = Faults(
+        (f"has shape {tensor.shape}", name)
+        for name, tensor in alone.items()
+        if name in (ITERATION, RATE) and tensor.shape
+    )
+    arrays.check(StateError, "What an optimizer has once is no single number")
     settings = _settings(signature, known)
     if RATE in alone:
         settings[RATE] = float(alone[RATE].read())

@@ -14,6 +14,8 @@ keras/src/backend/tensorflow/optimizer.py.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,13 +108,11 @@ class KerasGraph:
         params = dict(
             zip((name for _, name in optimizer.moved), tensors_of(tree, optimizer.moved, ""), strict=True)
         )
-        _check(params, slots.shapes, optimizer, checkpoint.path)
-        frozen = frozen_keys(tree, optimizer)
         order = [*params]
-        owners = [
-            (None if i is None else order[i], slot)
-            for i, slot, _ in places(named.schema, slots.shapes, slots.kept)
-        ]
+        rows = places(named.schema, slots.shapes, slots.kept)
+        owners = [(None if i is None or i >= len(order) else order[i], slot) for i, slot, _ in rows]
+        _check(params, slots.shapes, optimizer, owners, checkpoint.path)
+        frozen = frozen_keys(tree, optimizer)
         placed = {name: key for key, name in optimizer.moved} | frozen
         home = graph_home(tree, optimizer, placed, owners, self.name)
         parts = Parts(named, slots, params, {name: tree[key] for name, key in frozen.items()}, (), home)
@@ -144,6 +144,7 @@ class KerasGraph:
     ) -> TrainState:
         """Returns the state of an optimizer without a schema, by the names of its variables."""
         tree = checkpoint.tree
+        _check_names(optimizer, checkpoint.path)
         moved = dict(
             zip((name for _, name in optimizer.moved), tensors_of(tree, optimizer.moved, ""), strict=True)
         )
@@ -187,7 +188,11 @@ def _named(optimizer: GraphOptimizer) -> Named | None:
 
 
 def _check(
-    params: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]], optimizer: GraphOptimizer, place: object
+    params: Mapping[str, Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    optimizer: GraphOptimizer,
+    owners: Sequence[tuple[str | None, str]],
+    place: object,
 ) -> None:
     """Checks that slots are those of the parameters, by their shapes, and by their names where these say it."""
     faults = Faults(
@@ -197,16 +202,32 @@ def _check(
     )
     if len(params) != len(shapes) or len(params) != len(optimizer.moved):
         faults.add(f"there are slots of {len(shapes)}", f"{len(optimizer.moved)} parameters")
-    ends = ("_momentum", "_velocity")
-    flat = {path.replace("/", "_") for path in params}
     # TensorFlow numbers the scopes of an optimizer inside a loss scale: adam_w_1/dense_kernel_velocity.
-    names = [name.rpartition("/")[2] for _, name in optimizer.variables if name.endswith(ends)]
-    faults += [
-        ("is the slot of no parameter", name)
-        for name in names
-        if name.removesuffix(ends[0]).removesuffix(ends[1]) not in flat
-    ]
+    for (_, name), (path, _) in zip(optimizer.variables, owners, strict=False):
+        named = _SLOT_OF.fullmatch(name.rpartition("/")[2])
+        if named and named[1] != (path or "").replace("/", "_"):
+            faults.add(f"stands where a slot of {path} belongs", name)
     faults.check(StateError, "The slots don't fit the parameters", place=place)
+
+
+def _check_names(optimizer: GraphOptimizer, place: object) -> None:
+    """Checks that names tell an optimizer's variables apart, from each other and from what it moves."""
+    counts = Counter(name for _, name in (*optimizer.variables, *optimizer.moved))
+    faults = Faults(("is the name of several variables", name) for name, count in counts.items() if count > 1)
+    scope = re.compile(rf"{re.escape(optimizer.name)}(_\d+)?/", re.DOTALL)
+    faults += [
+        ("isn't named as a variable of the optimizer", name)
+        for _, name in optimizer.variables
+        if not scope.match(name)
+    ]
+    faults += [
+        ("is named as a variable of the optimizer", name) for _, name in optimizer.moved if scope.match(name)
+    ]
+    faults.check(StateError, "The optimizer's variables can't be told by their names", place=place)
+
+
+_SLOT_OF = re.compile(r"(.+)_(?:momentum|velocity)", re.DOTALL)
+"""What Keras 3 calls a slot by: its parameter's path, with _ for /."""
 
 
 def _full_name(name: str, order: Sequence[str], i: int | None, slot: str, schema: str) -> str:
