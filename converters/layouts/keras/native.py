@@ -341,12 +341,7 @@ def native_state(
         if path is not None:
             slots.setdefault(path, {})[name] = tensor
     alone = {name: tensor for path, name, tensor in rows if path is None}
-    arrays = Faults(
-        (f"has shape {tensor.shape}", name)
-        for name, tensor in alone.items()
-        if name in (ITERATION, RATE) and tensor.shape
-    )
-    arrays.check(StateError, "What an optimizer has once is no single number")
+    _check_single(alone)
     settings = _settings(signature, known)
     if RATE in alone:
         settings[RATE] = float(alone[RATE].read())
@@ -373,6 +368,15 @@ def native_state(
         {HOME: kept, **called_by(signature.settings)},
         tuple(notes),
     )
+
+
+def _check_single(alone: Mapping[str, Tensor]) -> None:
+    arrays = Faults(
+        (f"has shape {alone[name].shape}", name)
+        for name in (ITERATION, RATE)
+        if name in alone and alone[name].shape
+    )
+    arrays.check(StateError, "What an optimizer has once is no single number")
 
 
 def _calls(alone: Mapping[str, Tensor]) -> int:
