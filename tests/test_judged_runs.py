@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from pathlib import Path
@@ -328,3 +329,58 @@ def test_accelerate_attests_the_model_that_is_moved_beside_a_frozen_one(tmp_path
     optimizer.optimizer.state.clear()
     with pytest.raises(StateError, match="optimizer-empty"):
         statekit.accelerate.attest(accelerator, tmp_path / "state")
+
+
+KIN: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "Yogi of torch_optimizer": (["betas", "eps", "weight_decay"], {"initial_accumulator": 1e-6}),
+    "RAdam of torch_optimizer": (["betas", "eps", "weight_decay"], {"buffer": [[None, None, None]] * 10}),
+    "AdaBound of torch_optimizer": (
+        ["betas", "eps", "weight_decay"],
+        {"final_lr": 0.1, "gamma": 1e-3, "amsbound": False},
+    ),
+    "GrokAdamW": (
+        ["betas", "eps", "weight_decay"],
+        {"lamb": 2.0, "state": {}, "grokking_signal_decay_rate": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KIN)
+@pytest.mark.parametrize("has_slots", [True, False], ids=["slots", "none"])
+def test_kin_of_adam_are_not_called_adam(
+    name: str, has_slots: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their slots are Adam's; a group's options are others."""
+    model, path = Net(), tmp_path / "last.pt"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    updated(model, optimizer, *([1, 2] if has_slots else []))
+    state = optimizer.state_dict()
+    usual, special = KIN[name]
+    for group in state["param_groups"]:
+        for option in {*group} - {"params", "lr", *usual}:
+            del group[option]
+        group.update(special)
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    main(["inspect", str(path), "--json"])
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["optimizer"] is None or seen["optimizer"]["schema"] == "torch_native"
+    main(["convert", str(path), str(tmp_path / "run"), "--to", "orbax", "--layout", "optax"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_sgd_of_older_releases_may_be_another_librarys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGDW of torch_optimizer decays otherwise, and has the options of torch.optim.SGD before 1.11."""
+    model, path = Net(), tmp_path / "last.pt"
+    optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9)
+    updated(model, optimizer, 1, 2)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        for option in ("maximize", "foreach", "differentiable", "fused"):
+            del group[option]
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    lines = printed(path, capsys)
+    assert (
+        "optimizer = ...  # the run's own optimizer: SGD with momentum of torch before 1.11, or SGDW" in lines
+    )

@@ -531,8 +531,14 @@ def _class_without_schema(state: State) -> str:
     """Returns which class of torch.optim moved a state that has no schema; "" where it is another library's."""
     library, _, rest = str(state["variant"]).partition(" ")
     name = rest.partition(" ")[0]
-    is_torch = is_native(state["schema"]) and library == "torch"
+    # The options of releases before 1.11 are those of other libraries' classes, too.
+    is_torch = is_native(state["schema"]) and library == "torch" and _is_of_today(state)
     return name if is_torch and name in _BY_NAME else ""
+
+
+def _is_of_today(state: State) -> bool:
+    """Tells whether all groups have an option that every class of PyTorch has since 1.11, and few others have."""
+    return all("maximize" in group["hyperparameters"] for group in state["groups"])
 
 
 def _is_plain_adam(state: State) -> bool:
