@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from statekit.errors import CorruptError, Faults, RefusedError
 from statekit.files.durable import new_file, rename_new, sync_folder
-from statekit.files.manifest import LeafRow, inside, leaf_faults, leaves_in
+from statekit.files.manifest import FileEntry, TensorEntry, inside, leaf_faults, leaves_in
 from statekit.files.source import read_small
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tree import strict_json
@@ -24,21 +24,10 @@ VERSION = 2
 _BROKEN = "A part record can't be trusted"
 
 
-class PartFile(TypedDict):
+class PartFile(FileEntry):
     """A file that a task wrote; `changed` is when, in nanoseconds since 1970."""
 
-    bytes: Natural
-    blake3: str
     changed: Natural
-    leaves: NotRequired[list[LeafRow]]
-
-
-class PartTensor(TypedDict):
-    """A tensor that a task wrote."""
-
-    shape: list[Natural]
-    dtype: str
-    blake3: str
 
 
 class PartMeasured(TypedDict):
@@ -60,7 +49,7 @@ class PartDocument(TypedDict):
     task: Natural
     attempt: Name
     files: dict[Name, PartFile]
-    tensors: dict[str, PartTensor]
+    tensors: dict[str, TensorEntry]
     checked: dict[str, str]
     records: dict[str, Any]
     measured: list[PartMeasured]
