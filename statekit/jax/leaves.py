@@ -15,8 +15,6 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from statekit.dropin.by_name import path_of
 from statekit.errors import Faults, UsageError
 
-_SHOWN = 40
-
 
 @dataclass(frozen=True)
 class Leaves:

@@ -28,14 +28,13 @@ from statekit.optim.run import Live, Move, load, move_group, mover, settled_grou
 from statekit.optim.steps import Execution, Scene
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Array, Tensor
+from statekit.tensors.tensor import Array
 from statekit.testing.step_cases import EMPTY, RATE, Case
 from statekit.testing.step_reach import first_index, reach
 from statekit.verify.stepping import named, tensors_of
 from statekit.verify.verdict import compare
 
 Grads: TypeAlias = Mapping[str, Array]
-Tensors: TypeAlias = Mapping[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)

@@ -230,10 +230,6 @@ def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
     return request, notes
 
 
-def _names(stored: Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if stored is None else tuple(stored)
-
-
 def _maps(asked: Asked) -> tuple[StateMap, ...]:
     if asked.map is None and not asked.config:
         return ()

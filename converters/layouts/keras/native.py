@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,6 @@ ROWS = "rows"
 """Key in the home: for each of the optimizer's variables its parameter's path, "" of none, and what it is."""
 _OPTIONS = {AVERAGE: "use_ema", ACCUMULATOR: "gradient_accumulation_steps"}
 _PERIODS = _OPTIONS[ACCUMULATOR]
-Row: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,6 @@ from statekit.converters.layouts.optax.links import Link, is_tensor, leaves
 from statekit.converters.layouts.optax.surroundings import CoreLink, Neighbour
 from statekit.errors import UsageError
 
-OPTIMIZER = "optimizer"
-"""The old spelling of `--optimizer` among the hyperparameters."""
-
 
 @dataclass(frozen=True)
 class Alias:
