@@ -6,7 +6,7 @@ relative to their root, and lead to no file by themselves: only the catalogue go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
@@ -293,10 +293,6 @@ class Page(_Record, Generic[T]):
     items: tuple[T, ...]
     next_cursor: str | None
     total: int
-
-    def map(self, change: Callable[[T], Any]) -> Page[Any]:
-        """Returns the page with something else of each item."""
-        return Page(tuple(map(change, self.items)), self.next_cursor, self.total)
 
 
 @dataclass(frozen=True)

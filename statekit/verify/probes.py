@@ -294,11 +294,6 @@ class Sample:
     stands_for: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every element of every parameter is stepped."""
-        return not self.windows and not self.stands_for
-
     def of(self, state: TrainState) -> TrainState:
         """Returns a state of what is stepped, in memory; slots of a group as a whole stay."""
         some = state.only(self.paths)
