@@ -9,7 +9,7 @@ Source: tensorflow/tensorflow, core/protobuf/trackable_object_graph.proto; pytho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,11 @@ class Node:
         return next((value for value in self.values if value.name == VALUE), None)
 
 
+def _unescaped(name: str) -> str:
+    """Returns a child's name as it stands in a key. Source: python/checkpoint/trackable_view.py."""
+    return name if name == SLOT else name.replace(".S", "/").replace("..", ".")
+
+
 @dataclass(frozen=True)
 class Graph:
     """All objects; the first is the checkpoint itself."""
@@ -85,6 +90,25 @@ class Graph:
             return []
         children = self.nodes[node].children
         return [children[name] for name in sorted((n for n in children if n.isdecimal()), key=int)]
+
+    def misplaced(self) -> Iterator[str]:
+        """Yields the keys of variables that don't lead to their objects: each is a way through the graph.
+
+        Two objects with one key, and a key that belongs to another object, are such.
+        """
+        slots = {(i, s.variable, s.name): s.node for i, node in enumerate(self.nodes) for s in node.slots}
+        for i, node in enumerate(self.nodes):
+            value = node.variable
+            if value is None or not value.key.endswith(SUFFIX):
+                continue
+            names = [_unescaped(name) for name in value.key.removesuffix(SUFFIX).split("/")]
+            end = self.child(0, *names)
+            if SLOT in names:
+                at = names.index(SLOT)
+                ends = self.child(0, *names[:at]), self.child(0, *names[at + 1 : -1])
+                end = None if None in ends else slots.get((ends[1] or 0, ends[0] or 0, names[-1]))
+            if end != i:
+                yield value.key
 
     def to_record(self) -> Record:
         """Returns the graph as plain data, as it stands in a tree or in a checkpoint's `meta`."""
