@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tf_files import save
 
 from goldens import bundles
 from statekit.conversion import registry
@@ -54,7 +55,7 @@ from statekit.files.source import Held
 from statekit.files.stage import staged
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.object_graph import GRAPH, Node, Slot
+from statekit.tensors.object_graph import GRAPH, Graph, Node, Slot
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
 from statekit.tensors.tree import tensor_names
 
@@ -631,6 +632,80 @@ def test_an_object_graph_says_the_same_when_it_is_written_again() -> None:
 def test_a_broken_object_graph_is_refused(data: Any) -> None:
     with pytest.raises(FormatError):
         parse_graph(data, "here")
+
+
+def spoilt_graph(folder: Path, change: Callable[[list[Node]], None]) -> Path:
+    """Writes a recorded checkpoint with another object graph."""
+    case = next(case for case in CASES if case.name == "adamw_ema_schedule_clip")
+    with registry.container("tf-bundle").open(case / "checkpoint" / FORMS[2]) as checkpoint:
+        graph = Graph.from_record(checkpoint.meta[GRAPH])
+        assert graph is not None
+        nodes = [*graph.nodes]
+        change(nodes)
+        return save({**checkpoint.tree, GRAPH: Graph(tuple(nodes)).to_record()}, folder)
+
+
+def named_node(nodes: list[Node], name: str) -> int:
+    return next(i for i, node in enumerate(nodes) if node.variable and node.variable.full_name == name)
+
+
+def listed(nodes: list[Node], name: str) -> int:
+    return next(node.children[name] for node in nodes if {"_iterations", name} <= node.children.keys())
+
+
+def one_key_twice(nodes: list[Node]) -> None:
+    of, to = (named_node(nodes, f"adam_w/a_kernel_{slot}") for slot in ("momentum", "velocity"))
+    nodes[to] = replace(nodes[to], values=(replace(nodes[to].values[0], key=nodes[of].values[0].key),))
+
+
+def exchanged_objects(nodes: list[Node]) -> None:
+    of, to = (named_node(nodes, f"adam_w/a_kernel_{slot}") for slot in ("momentum", "velocity"))
+    nodes[of], nodes[to] = nodes[to], nodes[of]
+
+
+def a_gap(nodes: list[Node]) -> None:
+    number = listed(nodes, "_trainable_variables")
+    children = {name: child for name, child in nodes[number].children.items() if name != "1"}
+    gone = nodes[number].children["1"]
+    nodes[number] = replace(nodes[number], children=children)
+    nodes[gone] = replace(nodes[gone], values=())
+
+
+def exchanged_names(nodes: list[Node]) -> None:
+    of, to = (named_node(nodes, f"adam_w/a_{weight}_momentum") for weight in ("kernel", "bias"))
+    names = nodes[of].values[0].full_name, nodes[to].values[0].full_name
+    for i, name in ((of, names[1]), (to, names[0])):
+        nodes[i] = replace(nodes[i], values=(replace(nodes[i].values[0], full_name=name),))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (one_key_twice, "contradicts the checkpoint's keys"),
+        (exchanged_objects, "contradicts the checkpoint's keys"),
+        (a_gap, "has gaps"),
+        (exchanged_names, "stands where a slot of a/kernel belongs"),
+    ],
+)
+def test_a_graph_that_contradicts_itself_is_refused(
+    change: Callable[[list[Node]], None], words: str, tmp_path: Path
+) -> None:
+    """Each was converted as bitwise, with the values of another variable or without some."""
+    with pytest.raises(StatekitError, match=words), open_state(spoilt_graph(tmp_path / "a", change)):
+        pass
+
+
+def test_frozen_variables_of_one_name_are_called_by_their_places(tmp_path: Path) -> None:
+    """Layers of two models may have one name; one of their weights was no parameter any more."""
+
+    def one_name(nodes: list[Node]) -> None:
+        at = named_node(nodes, "bn/moving_mean")
+        value = replace(nodes[at].values[0], full_name="bn/moving_variance")
+        nodes[at] = replace(nodes[at], values=(value,))
+
+    with open_state(spoilt_graph(tmp_path / "a", one_name)) as opened:
+        places = sorted(path for path in opened.state.params if "moving" in path)
+    assert [path.rpartition("/")[2] for path in places] == ["moving_mean", "moving_variance"]
 
 
 def test_hints_are_canonical_or_keras_own(tmp_path: Path) -> None:

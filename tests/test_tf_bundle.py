@@ -18,8 +18,8 @@ from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.tensor_bundle import entries as tf_entries
 from statekit.converters.formats.tensor_bundle import table as tf_table
 from statekit.converters.formats.tensor_bundle.entries import BundleEntry, entry_bytes, header
-from statekit.converters.formats.tensor_bundle.table import masked, read_table, write_table
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
+from statekit.converters.formats.tensor_bundle.table import MAGIC, masked, read_table, to_varint, write_table
+from statekit.errors import BudgetError, CorruptError, FormatError, NotFoundError, RefusedError
 from statekit.files.source import File
 from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import DTYPES, in_memory
@@ -290,3 +290,24 @@ def test_names_and_dtypes_that_tensorflow_lacks_are_refused(tmp_path: Path) -> N
     with pytest.raises(FormatError, match="name"):
         save({"": in_memory(np.ones(2, np.float32))}, tmp_path / "c")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_index_of_long_shared_keys_takes_no_more_work_than_its_bytes_explain() -> None:
+    """4 MB of an index took more than a minute: a few bytes copied a key of 2 MB."""
+
+    def block(body: bytes) -> bytes:
+        whole = body + struct.pack("<II", 0, 1) + b"\0"
+        return whole + struct.pack("<I", masked(crc32c(whole)))
+
+    def handle(start: int, size: int) -> bytes:
+        return to_varint(start) + to_varint(size)
+
+    empty = block(b"")
+    where = handle(0, len(empty) - 5)
+    first = to_varint(0) + to_varint(20_000) + to_varint(len(where)) + b"a" * 20_000 + where
+    following = to_varint(19_999) + to_varint(1) + to_varint(len(where)) + b"a" + where
+    index = block(first + following * 10_000)
+    footer = where + handle(len(empty), len(index) - 5)
+    table = empty + index + footer.ljust(40, b"\0") + struct.pack("<Q", MAGIC)
+    with pytest.raises(BudgetError, match="An index takes more work than its bytes explain"):
+        read_table(table, "here")

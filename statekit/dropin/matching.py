@@ -5,6 +5,7 @@ Goes in: a state, and the caller's parameters by path. Comes out: nothing, or an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,8 +110,8 @@ def _misnamed(names: Mapping[str, str], native: Sequence[str], mine: Mapping[str
         for key, value in names.items()
         if not any(f"{path_of(name)}/".startswith(f"{path_of(value)}/") for name in native)
     )
-    after = [path_of(mine.get(name, name)) for name in native]
-    faults += [("would be the name of two parameters", name) for name in {*after} if after.count(name) > 1]
+    after = Counter(path_of(mine.get(name, name)) for name in native)
+    faults += [("would be the name of two parameters", name) for name, count in after.items() if count > 1]
     return faults
 
 

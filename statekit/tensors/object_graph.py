@@ -75,6 +75,7 @@ class Graph:
     """All objects; the first is the checkpoint itself."""
 
     nodes: tuple[Node, ...]
+    _sorted: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
 
     def child(self, node: int, *names: str) -> int | None:
         """Returns the node that names lead to from a node; None if there is none."""
@@ -84,12 +85,15 @@ class Graph:
             node = self.nodes[node].children[name]
         return node
 
-    def items(self, node: int | None) -> list[int]:
-        """Returns what a list holds, in its order."""
+    def items(self, node: int | None) -> Sequence[int]:
+        """Returns what a list holds, in its order; sorted once, as any number of objects may hold one list."""
         if node is None:
-            return []
-        children = self.nodes[node].children
-        return [children[name] for name in sorted((n for n in children if n.isdecimal()), key=int)]
+            return ()
+        if node not in self._sorted:
+            children = self.nodes[node].children
+            names = sorted((name for name in children if name.isdecimal()), key=int)
+            self._sorted[node] = [children[name] for name in names]
+        return self._sorted[node]
 
     def misplaced(self) -> Iterator[str]:
         """Yields the keys of variables that don't lead to their objects: each is a way through the graph.

@@ -63,11 +63,11 @@ def read_table(data: bytes, place: object, account: Account | None = None) -> di
     entries: dict[bytes, bytes] = {}
     last = b""
     taken = account or Account()
-    for _, where in _entries(_block(data, *index, place), place):
+    for _, where in _entries(_block(data, *index, place), place, taken):
         handle, _ = _handle(where, 0, place)
         where_it_is = f"byte {handle[0]} of {place}"
         taken.step(1 + handle[1] // _CHECKED, "An index", where_it_is)
-        for key, value in _entries(_block(data, *handle, place), place):
+        for key, value in _entries(_block(data, *handle, place), place, taken):
             if entries and key <= last:
                 raise FormatError("The keys of an index aren't in order.", place=place, found=key)
             count = _NAMES * len(key) + len(value) + _NODES * NODE_BYTES
@@ -145,7 +145,7 @@ def _block(data: bytes, offset: int, size: int, place: object) -> bytes:
     return block
 
 
-def _entries(block: bytes, place: object) -> Iterator[tuple[bytes, bytes]]:
+def _entries(block: bytes, place: object, account: Account) -> Iterator[tuple[bytes, bytes]]:
     if len(block) < 4:
         _broken(place)
     end = len(block) - 4 - 4 * struct.unpack("<I", block[-4:])[0]
@@ -158,6 +158,7 @@ def _entries(block: bytes, place: object) -> Iterator[tuple[bytes, bytes]]:
         size, at = varint(block, at, place)
         if shared > len(key) or at + rest + size > end:
             _broken(place)
+        account.step((shared + rest) // _CHECKED, "An index", f"{place}")  # a few bytes copy a long key
         key = key[:shared] + block[at : at + rest]
         yield key, block[at + rest : at + rest + size]
         at += rest + size

@@ -220,7 +220,8 @@ def encoded_graph(
         layout: Who writes: another layout's objects have other names.
     """
     order = order_of(state)
-    frozen = [path for path in state.params if path not in {*order}]
+    moved = {*order}
+    frozen = [path for path in state.params if path not in moved]
     dropped = dropped_from(state.extra, (HOME,), "tf.train.Checkpoint")
     for part, reason in HOMES.items():
         if part in home and part != "graph":
@@ -252,6 +253,7 @@ def _new(
     silent: bool,
 ) -> dict[str, Any]:
     order = order_of(state)
+    numbers = {path: i for i, path in enumerate(order)}
     builder, tree = Builder(), dict[str, Any]()
     optimizer = builder.at(("optimizer",))
     builder.add(builder.at(("model",)), "optimizer", optimizer)
@@ -263,7 +265,7 @@ def _new(
         _model_place(builder, path, node)
         tree[key + SUFFIX] = state.params[path]
     for path, tensor in state.params.items():
-        if path not in {*order}:
+        if path not in numbers:
             key = f"model/{path}"
             node = builder.free(path, key)
             _model_place(builder, path, node)
@@ -285,9 +287,9 @@ def _new(
         builder.add(variables, str(number), node)
         if alone:
             builder.add(optimizer, alone, node)
-        elif row.path in {*order} and (listed := {**lists, **BASE_LISTS}.get(row.what)):
+        elif row.path in numbers and (listed := {**lists, **BASE_LISTS}.get(row.what)):
             above = builder.at(("optimizer", listed))
-            builder.add(above, str(order.index(row.path)), node)
+            builder.add(above, str(numbers[row.path]), node)
         tree[key + SUFFIX] = row.tensor
     builder.variable(0, SAVE_COUNTER, SAVE_COUNTER, SAVE_COUNTER)
     tree[SAVE_COUNTER + SUFFIX] = in_memory(np.asarray(1, np.int64), SAVE_COUNTER)

@@ -412,7 +412,7 @@ def model_tree(state: TrainState, home: Mapping[str, Any], said: Mapping[str, An
     moved = order_of(state)
     names = []
     counted: dict[tuple[str, ...], int] = {}
-    for path in [*moved, *(path for path in state.params if path not in {*moved})]:
+    for path in dict.fromkeys((*moved, *state.params)):
         place = placed.get(path)
         if place is None:
             above = tuple(path.split("/")[:-1])

@@ -38,7 +38,7 @@ def laid_out_like(state: TrainState, model: Checkpoint) -> TrainState:
     config = config_of(tree) if isinstance(tree, Mapping) else None
     floats = _parameters(model, config)
     moved = order_of(state)
-    names = [*moved, *(path for path in state.params if path not in {*moved})]
+    names = [*dict.fromkeys((*moved, *state.params))]
     shapes = [state.params[name].shape for name in names]
     placed = dict(by_names(floats, names, shapes).moved)
     by_place = {variable.place: name for name, variable in placed.items()}

@@ -171,15 +171,14 @@ def _optimizer(checkpoint: Checkpoint) -> Keras2Optimizer | None:
     graph = Graph.from_record(checkpoint.meta.get(GRAPH))
     if graph is None or not isinstance(checkpoint.tree, Mapping) or GRAPH not in checkpoint.tree:
         return None
-    candidates = [_new(graph, i) or _legacy(graph, i) for i in range(len(graph.nodes))]
-    optimizers = [optimizer for optimizer in candidates if optimizer is not None]
-    if len(optimizers) > 1:
+    candidates = (_new(graph, i) or _legacy(graph, i) for i in range(len(graph.nodes)))
+    optimizers = (optimizer for optimizer in candidates if optimizer is not None)
+    found = next(optimizers, None)
+    if next(optimizers, None) is not None:  # each that is made costs as much as it lists
         raise StateError(
-            "The checkpoint holds several optimizers of Keras.",
-            place=checkpoint.path,
-            found=f"{len(optimizers)} of them",
+            "The checkpoint holds several optimizers of Keras.", place=checkpoint.path, found="two or more"
         )
-    return optimizers[0] if optimizers else None
+    return found
 
 
 def _new(graph: Graph, node: int) -> Keras2Optimizer | None:

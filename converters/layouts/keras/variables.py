@@ -11,6 +11,7 @@ Source: keras-team/keras, keras/src/saving/saving_lib.py, `_save_state`; keras/s
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -265,7 +266,7 @@ def in_order(every: Sequence[Variable], shapes: Sequence[Shape], by_config: bool
     by_shape: dict[Shape, list[Variable]] = {}
     for variable in moved:
         by_shape.setdefault(variable.tensor.shape, []).append(variable)
-    counts = {shape: list(shapes).count(shape) for shape in {*shapes, *by_shape}}
+    counts = {**dict.fromkeys(by_shape, 0), **Counter(shapes)}
     decided = all(
         len(by_shape.get(shape, ())) == count and (count == 1 or all(v.ordered for v in by_shape[shape]))
         for shape, count in counts.items()

@@ -158,7 +158,8 @@ def _without_averages(
     averages = [name for name in model if is_average(name.partition(".")[0])]
     if not averages:
         return None
-    moved = {name: shape for name, shape in model.items() if name not in {*averages}}
+    averaged = {*averages}
+    moved = {name: shape for name, shape in model.items() if name not in averaged}
     try:
         order = shaped_order(shapes, moved, MODEL_PART, is_sorted)
     except StateError:

@@ -79,7 +79,8 @@ class TF1Graph:
         if keys is None:
             raise StateError("The checkpoint has no object graph.", place=checkpoint.path, expected=GRAPH)
         state = self.inner.decode(replace(checkpoint, tree=_by_name(checkpoint, keys)), hints)
-        others = {key: value for key, value in checkpoint.tree.items() if key not in {*keys.values(), GRAPH}}
+        taken = {*keys.values(), GRAPH}
+        others = {key: value for key, value in checkpoint.tree.items() if key not in taken}
         home = {"objects": checkpoint.tree[GRAPH], "keys": keys, "others": others}
         return replace(state, extra={**state.extra, HOME: home})
 

@@ -90,7 +90,8 @@ class ObjectWeights:
         if not keys:
             raise not_weights(checkpoint)
         tree = checkpoint.tree
-        others = {key: value for key, value in tree.items() if key not in {*keys.values(), GRAPH}}
+        taken = {*keys.values(), GRAPH}
+        others = {key: value for key, value in tree.items() if key not in taken}
         home = {"objects": tree[GRAPH], "keys": keys, "others": others}
         params = {path: tree[key] for path, key in keys.items()}
         return weights_state(params, {HOME: home}, replace(checkpoint, step=_step(checkpoint)), hints)
@@ -147,7 +148,8 @@ def _of_optimizers(graph: Graph, optimizers: Sequence[int]) -> set[int]:
         if node not in inside:
             inside.add(node)
             waiting += graph.nodes[node].children.values()
-    moved = {item for i in optimizers for item in graph.items(graph.nodes[i].children.get(_MOVED))}
+    lists = {graph.nodes[i].children.get(_MOVED) for i in optimizers}
+    moved = {item for number in lists for item in graph.items(number)}
     return inside - moved
 
 
