@@ -172,13 +172,13 @@ def _optimizer(checkpoint: Checkpoint) -> Keras2Optimizer | None:
     if graph is None or not isinstance(checkpoint.tree, Mapping) or GRAPH not in checkpoint.tree:
         return None
     candidates = (_new(graph, i) or _legacy(graph, i) for i in range(len(graph.nodes)))
-    optimizers = (optimizer for optimizer in candidates if optimizer is not None)
-    found = next(optimizers, None)
+    optimizers = filter(None, candidates)
+    optimizer = next(optimizers, None)
     if next(optimizers, None) is not None:  # each that is made costs as much as it lists
         raise StateError(
             "The checkpoint holds several optimizers of Keras.", place=checkpoint.path, found="two or more"
         )
-    return found
+    return optimizer
 
 
 def _new(graph: Graph, node: int) -> Keras2Optimizer | None:
