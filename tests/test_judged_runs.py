@@ -384,3 +384,42 @@ def test_sgd_of_older_releases_may_be_another_librarys(
     assert (
         "optimizer = ...  # the run's own optimizer: SGD with momentum of torch before 1.11, or SGDW" in lines
     )
+
+
+class Adapted(torch.nn.Module):
+    """A layer with LoRA and a head that is trained as a whole, under PEFT's names."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base_layer = torch.nn.Linear(3, 4, bias=False).requires_grad_(False)
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(3, 2, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(2, 4, bias=False)})
+        self.head = torch.nn.Module()
+        self.head.original_module = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.head.modules_to_save = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low: torch.Tensor = self.lora_B["default"](self.lora_A["default"](x))
+        result: torch.Tensor = self.head.get_submodule("modules_to_save.default")(self.base_layer(x) + low)
+        return result
+
+
+@pytest.mark.parametrize("names", ["", "--param-names"])
+def test_an_adapters_parameters_are_told_from_those_that_stand_still(
+    names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, fresh, path = Adapted(), Adapted(1), tmp_path / "last.pt"
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    updated(model, optimizer, 1, 2)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    listed = json.dumps([name for name, _ in model.named_parameters()])
+    program: dict[str, Any] = {"model": fresh}
+    exec(printed(path, capsys, *([names, listed] if names else [])), program)
+    assert {id(param) for param in program["optimizer"].param_groups[0]["params"]} == {
+        id(param) for param in fresh.parameters() if param.requires_grad
+    }
+    updated(model, optimizer, 3, 4)
+    updated(fresh, program["optimizer"], 3, 4)
+    assert all(map(torch.equal, values(fresh), values(model)))

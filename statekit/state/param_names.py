@@ -52,6 +52,16 @@ def is_adapted(name: str) -> bool:
     return any(_ADAPTED.fullmatch(key) for key in name.replace("/", ".").split("."))
 
 
+def is_trained_with_adapter(name: str) -> bool:
+    """Tells whether a parameter is an adapter's, or of a module that PEFT trains and saves beside it.
+
+    Example:
+        >>> is_trained_with_adapter("model.lm_head.modules_to_save.default.weight")
+        True
+    """
+    return is_adapted(name) or _SAVED in name.replace("/", ".").split(".")
+
+
 def inner_name(name: str) -> str:
     """Returns a parameter's name without wrappers and without the name of its adapter.
 

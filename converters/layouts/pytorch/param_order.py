@@ -24,7 +24,7 @@ from typing import Any
 from statekit.converters.layouts.pytorch.parts import is_average
 from statekit.errors import Faults, NamesError, StateError
 from statekit.state.evidence import Fact, ordered
-from statekit.state.param_names import as_named
+from statekit.state.param_names import as_named, is_adapted, is_trained_with_adapter
 from statekit.tensors.tensor import Shape, Tensor, apart
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -131,7 +131,8 @@ def found_order(
     )
     if listed or len(names) < len(flat):
         return _cut(groups, names)
-    return shaped_order(shapes, {name: model_shapes[name] for name in names if name in model_shapes}, _GIVEN)
+    given_shapes = {name: model_shapes[name] for name in names if name in model_shapes}
+    return _of_adapter(shapes, given_shapes, False, _GIVEN) or shaped_order(shapes, given_shapes, _GIVEN)
 
 
 def _by_shapes(
@@ -141,7 +142,7 @@ def _by_shapes(
     try:
         return shaped_order(shapes, model, MODEL_PART, is_sorted, remedy)
     except StateError:
-        ways = (_without_averages, _in_turn, _by_modules)
+        ways = (_without_averages, _of_adapter, _in_turn, _by_modules)
         orders = (way(shapes, model, is_sorted) for way in ways)
         if order := next(filter(None, orders), None):
             return order
@@ -167,6 +168,31 @@ def _without_averages(
     note = (
         f"{len(averages)} tensors of the model part are averages, as {averages[0]}: no optimizer moves them."
     )
+    return replace(order, notes=(*order.notes, note))
+
+
+def _of_adapter(
+    shapes: Sequence[Sequence[Shape | None]],
+    model: Mapping[str, Shape],
+    is_sorted: bool,
+    source: str = MODEL_PART,
+) -> Order | None:
+    """Returns the order of what PEFT trains in a model: adapters, and modules that it saves as wholes.
+
+    It is None where a model has no adapter, or where the optimizer moves other parameters too.
+
+    Source: huggingface/peft src/peft/utils/other.py, `ModulesToSaveWrapper`.
+    """
+    trained = {name: shape for name, shape in model.items() if is_trained_with_adapter(name)}
+    if not any(map(is_adapted, trained)) or len(trained) != sum(map(len, shapes)):
+        return None
+    try:
+        order = shaped_order(shapes, trained, source, is_sorted)
+    except StateError:
+        return None
+    if len(trained) == len(model):
+        return order
+    note = f"An adapter's {len(trained)} parameters are moved, and {len(model) - len(trained)} others stand still."
     return replace(order, notes=(*order.notes, note))
 
 
