@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import filecmp
 import os
+import re
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,48 @@ def test_variables_say_what_they_hold() -> None:
 def test_a_variable_that_does_not_is_noticed() -> None:
     assert unsaying("found = [own for own in range(3)]") == ["found", "own"]
     assert unsaying("def f(held, found=None): ...") == ["held"]
+
+
+MOST_LINES = 131_500
+"""Lines of Python that the package has at most: what a feature adds, a simplification takes away."""
+_TOP = re.compile(r"(?<=\n\n)(?:(?:async )?def|class) (\w+)|^(\w+)(?:: [^=\n]+)? = ", re.MULTILINE)
+
+
+def unread(modules: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Returns the names at the top of modules that stand nowhere else, decorated ones aside: private ones in theirs."""
+    every, counted = Counter[str](), [(text, Counter(re.findall(r"\w+", text))) for text in modules]
+    for words in (words for _, words in counted):
+        every.update(words)
+    for text in others:
+        every.update(re.findall(r"\w+", text))
+    names = ((top[1] or top[2], words) for text, words in counted for top in _TOP.finditer(text))
+    return [
+        name
+        for name, words in names
+        if not name.startswith("__") and (words if name.startswith("_") else every)[name] == 1
+    ]
+
+
+def package_texts() -> list[str]:
+    return [
+        path.read_text(encoding="utf-8")
+        for top in ("statekit", *HOMES.values())
+        for path in sorted((ROOT / top).rglob("*.py"))
+        if not any(folder.is_symlink() for folder in path.parents)
+    ]
+
+
+def test_every_name_of_the_package_is_read_and_it_does_not_grow_unnoticed() -> None:
+    modules = package_texts()
+    tests = [path for path in sorted((ROOT / "tests").rglob("*.py")) if "golden" not in path.parts]
+    texts = [path.read_text(encoding="utf-8") for path in [*tests, ROOT / "pyproject.toml"]]
+    assert unread(modules, texts) == []
+    assert sum(text.count("\n") for text in modules) <= MOST_LINES
+
+
+def test_a_name_that_nothing_reads_is_noticed() -> None:
+    module = "A = 1\n\n\ndef f():\n    return g\n\n\n@command\ndef named(): ...\n\n\ndef _own(): ...\n"
+    assert unread([module], ["f()", "_own"]) == ["A", "_own"]
 
 
 # A script's own folder is the first place that Python imports from. Below converters/ many folders and modules bear
