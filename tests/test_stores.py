@@ -7,6 +7,8 @@ import gzip
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -191,6 +193,30 @@ def test_a_year_that_dates_do_not_have_is_an_error_of_ours(
 def test_what_is_not_in_a_bucket_is_said_to_be_missing(store: Served) -> None:
     with pytest.raises(NotFoundError, match="no such file or folder"):
         statekit.inspect("s3://bucket/gone")
+
+
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_a_fork_of_a_process_that_asked_a_store_is_refused_and_does_not_hang(
+    is_anew: bool, store: Served
+) -> None:
+    """Seen red: the child waited for ever for threads of obstore, or of ours, that only its parent has."""
+    place = checkpoint_place("s3://bucket/run/a")
+    assert first_bytes(place) == b"12345678"
+    out, into = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            first_bytes(checkpoint_place("s3://bucket/run/deep/b") if is_anew else place)
+        except BaseException as error:
+            os.write(into, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(into)
+    ended, _, _ = select.select([out], [], [], 10)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(out) as answer:
+        assert ended and re.match("UsageError: .* forked .*spawn", answer.read(), re.DOTALL)
+    assert first_bytes(place) == b"12345678"
 
 
 def test_a_conversion_from_a_bucket_is_that_of_the_local_files(store: Served, tmp_path: Path) -> None:

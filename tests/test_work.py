@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -10,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
+from store_serving import SECRET, serving
 
 import statekit
 from goldens import GOLDEN
@@ -27,7 +31,7 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.files.manifest import FILE
-from statekit.scale import folder, running
+from statekit.scale import folder, parts, running
 from statekit.scale.engine import Outcome, Pool, Processes, carry_out, shard
 from statekit.scale.work import Work, split
 from statekit.tensors.digest import json_digest
@@ -411,6 +415,51 @@ def test_a_task_that_is_killed_leaves_nothing_that_counts(
     assert statekit.check(work.target).passed
 
 
+def test_a_full_disk_fails_a_task_and_keeps_what_is_done(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    work.run(0)
+    with monkeypatch.context() as patched:
+        patched.setattr("statekit.files.durable._Output.write", full)
+        with pytest.raises(CommitError, match="No space left"):
+            work.run(1)
+    assert work.part(0) and 1 in work.missing() and "No space left" in work.status().failed[1]
+    assert len([path for path in (work.place / "attempts").iterdir() if path.is_dir()]) == 1
+    _all_but_finish(work)
+    work.finish()
+    assert statekit.check(work.target).passed
+
+
+def test_a_store_that_denies_or_changes_fails_the_task_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    values = {f"layer.{i}.weight": np.full(3 * 2**20, i, np.float32) for i in range(3)}
+    with serving("s3", {"run/model.safetensors": save(values, {"format": "pt"})}) as (address, served):
+        served.tag = '"1"'
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION", "ENDPOINT_URL"):
+            monkeypatch.setenv(
+                f"AWS_{name}", {"REGION": "us-east-1", "ENDPOINT_URL": address}.get(name, SECRET)
+            )
+        planned_ = statekit.plan("s3://bucket/run", tmp_path / "there", to="safetensors", require="lossy")
+        split(planned_, tmp_path / "work", 2**24).close()
+        with Work(tmp_path / "work") as work:
+            work.run(0)
+            served.fault = "denied"  # as when credentials expire in a long job
+            with pytest.raises(FormatError, match="AWS_ACCESS_KEY_ID") as caught:
+                work.run(1)
+            served.fault = ""
+            assert SECRET not in f"{caught.value} {work.status().failed}" and work.missing() == [1, 2]
+            work.run(1)
+        with Work(tmp_path / "work") as work:
+            assert work.opened
+            served.tag = '"2"'
+            with pytest.raises(CorruptError, match="changed while it was read") as changed:
+                work.run(2)
+            assert f"{changed.value.place}".startswith("s3://bucket/run/")
+
+
 def test_finish_is_done_once_and_says_the_same_again(work: Work) -> None:
     _all_but_finish(work)
     first = work.finish()
@@ -419,6 +468,29 @@ def test_finish_is_done_once_and_says_the_same_again(work: Work) -> None:
     assert (again.source_digest, again.files) == (first.source_digest, first.files)
     assert files(work.target) == before and work.missing() == []
     assert work.status().finished
+
+
+def test_an_attempt_that_outlives_the_finish_changes_nothing(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: it made its folder anew, and all tasks were missing again."""
+    _all_but_finish(work)
+    publish = parts.publish
+
+    def late(*arguments: Any) -> Any:
+        work.finish()
+        return publish(*arguments)
+
+    monkeypatch.setattr(running, "publish", late)
+    counting = work.part(0)
+    assert running.run(work, 0) == counting
+    assert work.status().finished and work.missing() == []
+    shutil.rmtree(work.place / "attempts")
+    with pytest.raises(CommitError):  # one that begins
+        running.run(work, 0)
+    assert statekit.check(work.target).passed
+    work.drop()
+    assert not work.place.exists()
 
 
 def test_finish_that_is_killed_is_given_again(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ begins small again. What was brought is kept for the next reads. Values are the 
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from statekit.errors import UsageError
 from statekit.files.tree import Facts, FileTree
 
 REQUEST_BYTES = 2**22
@@ -76,6 +78,7 @@ class ReadAhead:
         self._locks: dict[str, threading.Lock] = {}
         self._scattered: set[str] = set()
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     @property
     def place(self) -> str:
@@ -90,6 +93,7 @@ class ReadAhead:
             return self._tree.names(folder)
 
     def read_into(self, facts: Facts, start: int, into: memoryview) -> None:
+        check_not_forked(self._process, self.place)
         with self._lock:
             lock = self._locks.setdefault(facts.name, threading.Lock())
         while into:
@@ -109,6 +113,7 @@ class ReadAhead:
 
     def bring(self, facts: Facts, runs: Iterable[tuple[int, int]]) -> None:
         """Brings runs of a file, first byte and count of each, many requests at once; they are read later."""
+        check_not_forked(self._process, self.place)
 
         def read(run: tuple[int, int]) -> None:
             self._keep(facts.name, _Window(run[0], self._read_once(facts, *run)))
@@ -250,6 +255,24 @@ class ReadAhead:
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(MOST_REQUESTS, "statekit-store")
+
+
+def check_not_forked(process: int, place: str) -> None:
+    """Refuses to wait for threads that only another process has, as libraries of stores do in a fork of it.
+
+    Args:
+        process: The process that began to read.
+        place: What it read.
+
+    Raises:
+        UsageError: This process is another.
+    """
+    if process != os.getpid():
+        raise UsageError(
+            "This process was forked from one that had read from a store, so that its own requests would hang.",
+            place=place,
+            remedy="start processes by spawn (multiprocessing.set_start_method), or read from stores in these alone",
+        )
 
 
 def joined(runs: Iterable[tuple[int, int]], size: int, gap: int = _FIRST) -> list[tuple[int, int]]:

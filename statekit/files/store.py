@@ -28,7 +28,7 @@ from statekit.errors import (
     extra,
     printable,
 )
-from statekit.files.ahead import ReadAhead
+from statekit.files.ahead import ReadAhead, check_not_forked
 from statekit.files.tree import WORK, Facts, StoredPlace, address_of, copying, fill
 
 _MOST_PAGES, _PAGE = 20, 1000
@@ -49,6 +49,8 @@ _ENDPOINTS = {
 _STATUS = re.compile(r"\b[45]\d\d [A-Z][A-Za-z ]{2,30}")
 _ETAG = re.compile(r'(?:W/)?("?)[\x21\x23-\x7e]+\1')
 """An identity that can go into `If-Match`. obstore panics at a line break there. Source: RFC 9110, section 8.8.3."""
+_ASKED: list[int] = []
+"""The process that has asked a store, if one did."""
 _RUST = ("pyo3_runtime", "pyo3_async_runtimes")
 """Modules of the exceptions that obstore's panics become; one of them is no `Exception`."""
 
@@ -304,6 +306,8 @@ def asking(root: str, name: str, passing: tuple[type[Exception], ...] = ()) -> I
     from obstore import exceptions as of
 
     place = f"{root}/{name}".rstrip("/")
+    _ASKED[:] = _ASKED or [os.getpid()]
+    check_not_forked(_ASKED[0], place)
     try:
         yield
     except passing:

@@ -43,7 +43,7 @@ from statekit.files.manifest import FILE, file_entry, files_below, require_manif
 from statekit.files.sections import CutPoints
 from statekit.files.stage import Stage, silent, staged
 from statekit.pipeline import job
-from statekit.scale.folder import Opened, WorkFolder
+from statekit.scale.folder import ATTEMPTS, FINISHED, Opened, WorkFolder
 from statekit.scale.parts import PartRecord
 from statekit.state.stored_params import check_masters
 
@@ -68,7 +68,9 @@ def finish(work: WorkFolder, again: bool = False) -> Report:
         if not _is_finished(work, parts):
             raise
         files, source = _entries_of(work.target), _source_digest(work)
-    shutil.rmtree(work.place / "attempts", ignore_errors=True)
+    with writing(work.place):
+        (work.place / FINISHED).touch()
+    shutil.rmtree(work.place / ATTEMPTS, ignore_errors=True)
     return _report(work, parts, digests, files, source, began)
 
 

@@ -4,6 +4,7 @@
     parts/00017.json             a part record: task 17 is done; created if absent, never changed
     attempts/00017-<uuid>/       what an attempt at task 17 writes; the part record names the attempt that counts
     attempts/00017-<uuid>.json   how far that attempt is, or why it failed
+    finished                     the target has its name; no attempt counts any more
 
 A worker makes the plan anew from what was asked for, and trusts the document for nothing else.
 """
@@ -39,7 +40,7 @@ from statekit.tensors.typed import Name, Natural, typed
 
 FORMAT = "statekit-work"
 VERSION = 1
-DOCUMENT, PARTS, ATTEMPTS = "work.json", "parts", "attempts"
+DOCUMENT, PARTS, ATTEMPTS, FINISHED = "work.json", "parts", "attempts", "finished"
 _BROKEN = "This isn't the document of a work, or it was changed"
 
 
@@ -193,7 +194,8 @@ class WorkFolder:
             FormatError, CorruptError: It, or a file that it names, isn't what was written, or it is of another work.
         """
         part = self.stated_part(number)
-        if not (self.place / ATTEMPTS).is_dir():  # the work is finished: its files have the target's names
+        # The work is finished: its files have the target's names. An attempt that goes on makes its folder anew.
+        if (self.place / FINISHED).exists() or not (self.place / ATTEMPTS).is_dir():
             return part
         faults = Faults(
             (fault, name)

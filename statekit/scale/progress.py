@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from statekit.errors import StatekitError
+from statekit.files.durable import writing
 from statekit.files.source import read_small
 from statekit.files.stage import Progress
 from statekit.scale.folder import ATTEMPTS, WorkFolder
@@ -61,8 +62,9 @@ class Attempt:
         now = time.time()
         note = {"task": task, "host": socket.gethostname(), "pid": os.getpid(), "began": now, "at": now}
         attempt = cls(work / ATTEMPTS / name, name, {**note, "phase": "", "done": 0, "bytes": size})
-        attempt.folder.mkdir()
-        attempt._write()
+        with writing(attempt.folder):
+            attempt.folder.mkdir()
+            attempt._write()
         return attempt
 
     def tell(self, progress: Progress) -> None:

@@ -21,6 +21,7 @@ from statekit.scale.finish import finish as finish_work
 from statekit.scale.folder import (
     ATTEMPTS,
     DOCUMENT,
+    FINISHED,
     FORMAT,
     PARTS,
     VERSION,
@@ -138,6 +139,7 @@ class Work(WorkFolder):
         self.close()
         with writing(self.place):
             (self.place / DOCUMENT).unlink(missing_ok=True)  # nobody begins a task any more
+            (self.place / FINISHED).unlink(missing_ok=True)
             for name in (PARTS, ATTEMPTS):
                 if (folder := self.place / name).exists():
                     shutil.rmtree(folder)

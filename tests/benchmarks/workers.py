@@ -38,8 +38,8 @@ WORKERS, BYTES, RATE, OVERHEAD = 64, 2e12, 0.4e9, 0.15
 SLOW_WORKERS, SLOW_RATE = 2, 0.2
 """Slow workers, and their part of the usual rate."""
 TASK = 4 * 2**30
-CONNECTION = 4e6
-"""Bytes a second of a connection to the store of `two`."""
+CARD, LATENCY = 24e6, 0.02
+"""Bytes a second that a worker of `two` gets from the store, as by a network card of its own; seconds of a request."""
 
 
 def weights(folder: Path, tensors: int, elements: int) -> Path:
@@ -78,25 +78,32 @@ def finish(folder: Path) -> str:
 
 
 def two(folder: Path) -> str:
-    """Converts out of a store that gives each connection little, by one worker and by two."""
+    """Converts out of a store that gives each worker what its card takes, by one worker and by two."""
     import os
 
     from store_serving import _S3, serving
 
-    source = weights(folder / "source", 24, 3 * 10**7)
+    source = weights(folder / "source", 24, 75 * 10**5)
     data = (source / "model.safetensors").read_bytes()
     whole: Callable[..., None] = _S3.file
 
+    free: dict[str, float] = {}
+    """When the card of each worker has brought what was asked for so far, by the key that it signs with."""
+
     def throttled(self: Any, name: str, **headers: str) -> None:
         start, _, last = self.headers.get("Range", "bytes=0-0").removeprefix("bytes=").partition("-")
-        time.sleep((int(last or start) - int(start)) / CONNECTION)
+        worker = self.headers["Authorization"].partition("/")[0]
+        with self.served.lock:
+            now = time.monotonic()
+            free[worker] = max(now, free.get(worker, now)) + (int(last or start) - int(start)) / CARD
+        time.sleep(free[worker] - now + LATENCY)
         whole(self, name, **headers)
 
     _S3.file = throttled  # type: ignore[method-assign]  # a server as slow as a connection
     with serving("s3", {"run/model.safetensors": data}) as (address, served):
         served.etag = lambda name: '"1"'  # type: ignore[method-assign]  # a digest for each request takes its time
         named = {
-            "ACCESS_KEY_ID": "a",
+            "ACCESS_KEY_ID": "split",
             "SECRET_ACCESS_KEY": "b",
             "REGION": "us-east-1",
             "ENDPOINT_URL": address,
@@ -106,14 +113,19 @@ def two(folder: Path) -> str:
         def seconds(count: int) -> float:
             """Returns how long so many workers take, each with one thread, as on a machine of its own."""
             program, place = [sys.executable, "-m", "statekit", "work"], folder / f"to-{count}"
-            options = ["--to", "safetensors", "--task-bytes", "1440MB"]
+            options = ["--to", "safetensors", "--task-bytes", "360MB"]
             split_ = [*program, "split", "s3://bucket/run", f"{place}", *options]
             subprocess.run(split_, env=environment, check=True, stdout=subprocess.DEVNULL)
             run = [*program, "run", f"{place}.work", "--threads", "1", "--shard"]
             began = time.monotonic()
             shares = [[*run, f"{number}/{count}"] for number in range(count)]
             workers = [
-                subprocess.Popen(share, env=environment, stdout=subprocess.DEVNULL) for share in shares
+                subprocess.Popen(
+                    share,
+                    env={**environment, "AWS_ACCESS_KEY_ID": f"worker{count}{number}"},
+                    stdout=subprocess.DEVNULL,
+                )
+                for number, share in enumerate(shares)
             ]
             if sum(abs(worker.wait()) for worker in workers):
                 raise RuntimeError("a worker failed")
