@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from statekit.cli.main import main
 from statekit.errors import StateError
@@ -420,6 +422,46 @@ def test_an_adapters_parameters_are_told_from_those_that_stand_still(
     assert {id(param) for param in program["optimizer"].param_groups[0]["params"]} == {
         id(param) for param in fresh.parameters() if param.requires_grad
     }
+    updated(model, optimizer, 3, 4)
+    updated(fresh, program["optimizer"], 3, 4)
+    assert all(map(torch.equal, values(fresh), values(model)))
+
+
+def test_the_largest_of_many_files_are_opened_for_an_optimizer_and_the_others_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, run = Net(), tmp_path / "run"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    updated(model, optimizer, 1)
+    run.mkdir()
+    save_file(model.state_dict(), run / "model.safetensors")
+    for number in range(20):
+        torch.save({"values": torch.zeros(number)}, run / f"a{number:02}.pt")
+    torch.save({"z": optimizer.state_dict()}, run / "z.pt")
+    assert main(["inspect", str(run)]) == 0
+    assert "z.pt looks like an optimizer" in " ".join(capsys.readouterr().out.split())
+    main(["doctor", str(run)])
+    assert "5 smaller files beside it were not opened, as a" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_neutral_folder_of_a_rule_that_nothing_steps_says_how_its_own_system_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, fresh, path = Net(), Net(1), tmp_path / "last.pt"
+    optimizer = torch.optim.RMSprop(model.parameters(), 0.001, momentum=0.9)
+    updated(model, optimizer, 1, 2)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert main(["convert", str(path), str(tmp_path / "run"), "--to", "statekit"]) == 0
+    capsys.readouterr()
+    lines = printed(tmp_path / "run", capsys)
+    exec(lines, {"model": fresh})
+    assert all(map(torch.equal, values(fresh), values(model)))
+    command = next(line for line in lines.splitlines() if line.startswith("# statekit convert "))
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command.removeprefix("# statekit "))) == 0
+    capsys.readouterr()
+    program: dict[str, Any] = {"model": fresh}
+    exec(printed(Path("back"), capsys), program)
     updated(model, optimizer, 3, 4)
     updated(fresh, program["optimizer"], 3, 4)
     assert all(map(torch.equal, values(fresh), values(model)))

@@ -32,7 +32,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import StatekitError, plural, some
 from statekit.files.checkpoint import REPLICAS, STEPS, Checkpoint, Finding, may_be_of_rank
 from statekit.files.source import listing, walked
-from statekit.files.tree import Place, below, spelled
+from statekit.files.tree import Place, below, size_of, spelled
 from statekit.state.evidence import Fact
 from statekit.state.run import RunState, Schedule, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
@@ -132,9 +132,13 @@ def unread(
     run = run_of(state.extra) if state is not None else RunState()
     is_read = _is_read(checkpoint, budget)
     halves = dict(_near(checkpoint, state, run, is_read))
-    if state is None or state.optimizer.schema == WEIGHTS:
-        halves |= {str(file): "optimizer" for file in _further_checkpoints(checkpoint.path, ref, is_read)}
     findings = [*_of_other_ranks(checkpoint, is_read)]
+    if state is None or state.optimizer.schema == WEIGHTS:
+        further, unopened = _further_checkpoints(checkpoint.path, ref, is_read)
+        halves |= {str(file): "optimizer" for file in further}
+        if unopened:
+            left = f"{plural(len(unopened), 'smaller file')} beside it were not opened, as {unopened[0].name}"
+            findings.append(Finding(f"{left}: nothing tells whether an optimizer is there", f"{unopened[0]}"))
     for half in dict.fromkeys(halves.values()):
         places = [place for place, kind in halves.items() if kind == half]
         looks = f"{some([PurePath(place).name for place in places])} {_looks_like(half, len(places))}"
@@ -242,11 +246,15 @@ def _near(
     yield from ((str(entry), half) for entry in near if (half := half_at(entry)))
 
 
-def _further_checkpoints(top: Place, ref: CheckpointRef, is_read: Callable[[Place], bool]) -> list[Place]:
+def _further_checkpoints(
+    top: Place, ref: CheckpointRef, is_read: Callable[[Place], bool]
+) -> tuple[list[Place], list[Place]]:
     """Returns the files with an optimizer that their names don't tell: in a folder of weights, or beside a single file.
 
     An export lies beside the checkpoint of its run, as `model.safetensors` beside `last.pt`; or a program saves two
-    files by hand, as `weights.pt` and `state.pt`. A whole checkpoint beside a single file is a run of its own.
+    files by hand, as `weights.pt` and `state.pt`. A whole checkpoint beside a single file is a run of its own. Of many
+    files the largest are opened, as an optimizer's state is seldom smaller than what it moves; the others are returned,
+    too.
     """
     is_folder, suffixes = top.is_dir(), registry.checkpoint_suffixes()
     folder = top if is_folder else top.parent
@@ -258,7 +266,9 @@ def _further_checkpoints(top: Place, ref: CheckpointRef, is_read: Callable[[Plac
     if not is_folder:
         files = [file for file in files if _may_belong(file.name, top.name)]
         files = files if len(files) <= _OPENED_BESIDE else []
-    return [file for file in files[:_OPENED] if _holds_optimizer(file, ref, alone=not is_folder)]
+    files.sort(key=size_of, reverse=True)
+    opened, unopened = files[:_OPENED], files[_OPENED:]
+    return [file for file in opened if _holds_optimizer(file, ref, alone=not is_folder)], unopened
 
 
 def _holds_optimizer(file: Place, ref: CheckpointRef, *, alone: bool) -> bool:

@@ -15,11 +15,14 @@ from statekit.lines.printing import (
     SavedRun,
     State,
     after_loading,
+    kind_of,
     missing_arguments,
+    own_call,
     pretrained_of,
     quoted,
     subscripts,
 )
+from statekit.state.schema import is_native
 
 
 def torch_lines(state: State, saved: SavedRun) -> list[str]:
@@ -135,6 +138,15 @@ def _load(saved: SavedRun, path: Place, missing: str) -> str:
 
 
 def neutral_lines(state: State, saved: SavedRun) -> list[str]:
-    """Returns the lines for statekit's own folder, which any framework goes on from."""
+    """Returns the lines for statekit's own folder, which any framework goes on from that can step it."""
     first, *others = printing.torch_lines(state, saved)
+    kinds = [kind_of(state, group) for group in state["groups"]]
+    unstepped = {own_call(kind).partition(": ")[2]: None for kind in kinds if is_native(kind["schema"])}
+    if unstepped:
+        others = [
+            others[0],
+            *after_loading(state, saved),
+            f"# statekit has no step of {' and '.join(unstepped)}: its own system goes on, from the conversion back",
+            f"# statekit convert {quoted(saved.path)} back --to {saved.source or UNKNOWN}",
+        ]
     return [f"{first}  # or statekit.jax, statekit.tensorflow", *others]
