@@ -139,6 +139,7 @@ class Plan:
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.
         variables: The target's parts that are states of nnx, as `Encoded` has them; not part of the digest.
+        version: The version of the library that wrote the source, where its file says that; not part of the digest.
         changed: What was changed of the run as it was asked for.
         next_update: What the next update of each group will use, as `changing.next_update.measured` has it,
             where something was asked that it depends on; not part of the digest.
@@ -163,6 +164,7 @@ class Plan:
     uncounted: tuple[str, ...] = field(default=(), repr=False, compare=False)
     facts: tuple[Fact, ...] = ()
     variables: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    version: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def headline(self) -> str:
@@ -307,6 +309,7 @@ def build_plan(
         request=request,
         empty=tuple(empty_names(encoded.tree)),
         variables=encoded.variables,
+        version=checkpoint.meta.get("keras_version"),
         changed=changed,
         uncounted=uncounted(checkpoint),
         facts=facts,

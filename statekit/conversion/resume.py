@@ -54,6 +54,8 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> SavedRun:
         variables=plan.variables,
         source=plan.source.container,
         options=plan.options,
+        # A form of file that stays is written as its library laid it out.
+        version=plan.version if target.layout == plan.source.layout else None,
     )
 
 

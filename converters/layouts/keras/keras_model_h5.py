@@ -24,6 +24,7 @@ from typing import Any
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras import muon, native
 from statekit.converters.layouts.keras.home import home_in, is_keras2
 from statekit.converters.layouts.keras.layout import (
     arguments,
@@ -36,7 +37,8 @@ from statekit.converters.layouts.keras.layout import (
 )
 from statekit.converters.layouts.keras.lines import model_file_lines
 from statekit.converters.layouts.keras.listed import is_listed, listed_config, listed_rows, listed_variables
-from statekit.converters.layouts.keras.slot_names import owners
+from statekit.converters.layouts.keras.named_rows import check_rows, config_signature, named_row
+from statekit.converters.layouts.keras.slot_names import owners as owners_of
 from statekit.converters.layouts.keras.state import (
     HOME,
     ITERATION,
@@ -71,9 +73,12 @@ class KerasModelH5:
     """Keras' own optimizers, in whole-model files."""
 
     name: str = "keras-model-h5"
-    title: str = "Keras 2's and 3's Adafactor, LAMB, Adam and AdamW in a whole-model .h5"
+    title: str = "Keras 2's and 3's optimizers in a whole-model .h5"
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
+        default_factory=lambda: {
+            **dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,)),
+            native.SCHEMA: (),
+        }
     )
     containers: tuple[str, ...] = ("keras-h5",)
     schedule_in: str = "iterations"
@@ -90,20 +95,27 @@ class KerasModelH5:
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         tree = file_tree(checkpoint)
-        named = _named(tree, checkpoint)
+        named = by_config(listed_config(tree), is_keras2(tree))
         every = listed_variables(tree)
+        if named is None:
+            return _native_state(checkpoint, tree, every, hints)
         rows = _in_keras_order(_inner_rows(listed_rows(tree)), named)
         trained = [variable.tensor for variable in every if variable.trained]
         slots = numbered(named.schema, [tensor for _, _, tensor in rows], named.known_kept(hints), trained)
         order = _order(every, rows, slots, named.schema, hints.param_names)
         frozen = frozen_of(tree, every, order)
+        moved = [*order.moved]
+        owners = [
+            (None if i is None else moved[i], name)
+            for i, name, _ in places(named.schema, slots.shapes, slots.kept)
+        ]
         parts = Parts(
             named,
             slots,
             {path: variable.tensor for path, variable in order.moved.items()},
             {path: variable.tensor for path, variable in frozen.items()},
             order.notes,
-            {WHOLE: _home(tree, order, frozen, rows, slots, named.schema)},
+            {WHOLE: _home(tree, order, frozen, [place for place, _, _ in rows], owners)},
         )
         return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
 
@@ -119,9 +131,14 @@ class KerasModelH5:
                 found="one from elsewhere",
                 remedy="write a .weights.h5 (--layout keras), and load it into the model",
             )
-        _, rows = variables_of(state, home, self.name)
-        order = order_of(state)
-        values = {(None if i is None else order[i], slot): tensor for i, slot, tensor in rows}
+        if state.optimizer.schema == native.SCHEMA:
+            values = {
+                (path, slot): tensor for path, slot, tensor in native.native_rows(state, home, self.name)
+            }
+        else:
+            _, rows = variables_of(state, home, self.name)
+            order = order_of(state)
+            values = {(None if i is None else order[i], slot): tensor for i, slot, tensor in rows}
         had = {(path, slot): tuple(place) for path, slot, place in whole["rows"]}
         if values.keys() != had.keys() or state.params.keys() != whole["places"].keys():
             raise InexactError(
@@ -143,13 +160,37 @@ class KerasModelH5:
         return model_file_lines(state, saved)
 
 
-def _named(tree: Mapping[str, Any], checkpoint: Checkpoint) -> Named:
-    """Returns the optimizer of the file's config."""
+def _native_state(
+    checkpoint: Checkpoint, tree: Mapping[str, Any], every: Sequence[Variable], hints: CheckpointRef
+) -> TrainState:
+    """Returns the state of an optimizer without a schema, whose variables are told apart by their names.
+
+    Raises:
+        StateError: The file names no optimizer, or its names don't tell the variables apart.
+    """
     config = listed_config(tree)
-    named = by_config(config, is_keras2(tree))
-    if named is None:
+    signature = config_signature(config, is_keras2(tree))
+    if signature is None:
         raise unknown_class(config, "no optimizer_config", checkpoint.path)
-    return named
+    by_name = {variable.name: variable for variable in every}
+    stored = _inner_rows(listed_rows(tree))
+    rows = [named_row("/".join(place), name, [*by_name]) for place, name, _ in stored]
+    check_rows(rows, checkpoint.path)
+    owned = [*dict.fromkeys(row.path for row in rows if row.path is not None)]
+    order = Order({name: by_name[name] for name in owned or [v.name for v in every if v.trained]})
+    frozen = frozen_of(tree, every, order)
+    owners = [(row.path, row.slot) for row in rows]
+    return muon.class_state(
+        signature,
+        [(row.path, row.slot, tensor) for row, (_, _, tensor) in zip(rows, stored, strict=True)],
+        (
+            {path: variable.tensor for path, variable in order.moved.items()},
+            {path: variable.tensor for path, variable in frozen.items()},
+        ),
+        {WHOLE: _home(tree, order, frozen, [place for place, _, _ in stored], owners)},
+        checkpoint,
+        hints,
+    )
 
 
 def _inner_rows(rows: Sequence[tuple[Place, str, Tensor]]) -> list[tuple[Place, str, Tensor]]:
@@ -189,7 +230,7 @@ def _order(
         return given_order(every, given, slots.shapes, True)
     slot_names = [name for _, name, _ in places(schema, slots.shapes, slots.kept)]
     second = [(row[1], row[2].shape) for row, slot in zip(rows, slot_names, strict=True) if slot == "v"]
-    names = owners(second, {variable.name: variable.tensor.shape for variable in every})
+    names = owners_of(second, {variable.name: variable.tensor.shape for variable in every})
     if names is None:
         return in_order(every, slots.shapes, True)
     by_name = {variable.name: variable for variable in every}
@@ -200,23 +241,15 @@ def _home(
     tree: Mapping[str, Any],
     order: Order,
     frozen: Mapping[str, Variable],
-    rows: Sequence[tuple[Place, str, Tensor]],
-    slots: Numbered,
-    schema: str,
+    row_places: Sequence[Place],
+    owners: Sequence[tuple[str | None, str]],
 ) -> dict[str, Any]:
     """Returns what the file holds besides parameters and slots, and where those lie."""
     placed = {path: variable.place for path, variable in {**order.moved, **frozen}.items()}
-    moved = [*order.moved]
-    slot_places = [(i, name) for i, name, _ in places(schema, slots.shapes, slots.kept)]
-    owned = [
-        [None if i is None else moved[i], name, list(place)]
-        for (i, name), (place, _, _) in zip(slot_places, rows, strict=True)
-    ]
-    taken = [*placed.values(), *(place for place, _, _ in rows)]
     return {
-        "tree": without(tree, taken),
+        "tree": without(tree, [*placed.values(), *row_places]),
         "places": {path: list(place) for path, place in placed.items()},
-        "rows": owned,
+        "rows": [[path, slot, list(place)] for (path, slot), place in zip(owners, row_places, strict=True)],
     }
 
 

@@ -33,6 +33,7 @@ from statekit.converters.layouts.keras.home import (
 )
 from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.lines import model_file_lines, weights_file_lines
+from statekit.converters.layouts.keras.named_rows import config_signature
 from statekit.converters.layouts.keras.orbax_checkpoint import as_numbered, is_orbax_checkpoint
 from statekit.converters.layouts.keras.state import (
     HOME,
@@ -50,6 +51,7 @@ from statekit.converters.layouts.keras.state import (
     kind_of,
     numbered,
     order_of,
+    origin_in_keras2,
     rate_of,
     state_of,
     unknown_class,
@@ -173,7 +175,7 @@ class Keras:
         named = tree.get(OPTIMIZER, {}).get(VARIABLES, {}).get(ATTRIBUTES)
         name = named if home.get("class") == kind and named else {"name": usual_name(kind)}
         tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **entries}}
-        if INNER in tree[OPTIMIZER] and home.get("keras2"):
+        if INNER in tree[OPTIMIZER] and origin_in_keras2(home) == self.name:
             tree[OPTIMIZER][INNER] = {VARIABLES: entries}
         tree_before = home.get("tree", {})
         before = by_config(config_of(tree_before), is_keras2(tree_before))
@@ -194,6 +196,8 @@ class Keras:
         name = named or {"name": native.usual_name(kind)}
         entries = {str(number): tensor for number, (_, _, tensor) in enumerate(rows)}
         tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **entries}}
+        if INNER in tree[OPTIMIZER] and origin_in_keras2(home) == self.name:
+            tree[OPTIMIZER][INNER] = {VARIABLES: entries}
         if said is not None:
             with_config(tree, "keras.optimizers", kind, None, said)
         return Encoded(tree, state.counts.updates, {}, left_out(state, "tree", "places"))
@@ -220,9 +224,9 @@ def _rows(tree: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _native_signature(tree: Mapping[str, Any], config: Any, given: str | None) -> native.Signature | None:
-    """Returns which optimizer without a schema a file is about; Keras 2 numbers other variables."""
+    """Returns which optimizer without a schema a file is about; of Keras 2 the config says it alone."""
     if is_keras2(tree):
-        return None
+        return config_signature(config, True)
     return native.told(config, attribute(tree, OPTIMIZER, "name"), sayings(tree).get("class"), given)
 
 

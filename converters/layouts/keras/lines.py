@@ -36,7 +36,7 @@ _PLACED = ("keras-h5", "keras")
 def model_file_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a file that holds the whole model."""
     path = quoted(saved.path)
-    if (saved.version or "").startswith("2."):
+    if _is_keras2(saved):
         return [KERAS2, f"model = keras.models.load_model({path})"]
     schedule, after, _ = _schedule_lines(state, saved)
     load = f"model = keras.saving.load_model({path})"
@@ -56,6 +56,9 @@ def weights_file_lines(state: State, saved: SavedRun) -> list[str]:
         return [by_path_comment(saved), *statekit_lines(state, saved)]
     schedule, after, arguments = _schedule_lines(state, saved)
     before = saved.rates(state).in_keras
+    if _is_keras2(saved):
+        optimizer = _call(state, arguments)
+        return [KERAS2, f"model.compile(optimizer={optimizer}, loss=loss)", f"model.load_weights({path})"]
     return [
         "import keras",
         *_not_arguments(state),
@@ -67,6 +70,10 @@ def weights_file_lines(state: State, saved: SavedRun) -> list[str]:
         *(["model.optimizer.learning_rate = schedule"] if after else []),
         *_given_lines(state, saved, "model.optimizer"),
     ]
+
+
+def _is_keras2(saved: SavedRun) -> bool:
+    return (saved.version or "").startswith("2.")
 
 
 def object_lines(state: State, saved: SavedRun) -> list[str]:

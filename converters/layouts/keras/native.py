@@ -31,6 +31,7 @@ from statekit.converters.layouts.keras.state import (
     called,
     called_by,
     calls_of,
+    origin_in_keras2,
     rate_of,
 )
 from statekit.converters.layouts.keras.variables import snake_case
@@ -43,6 +44,8 @@ from statekit.tensors.typed import Name, fits
 SCHEMA = "keras_native"
 ROWS = "rows"
 """Key in the home: for each of the optimizer's variables its parameter's path, "" of none, and what it is."""
+KERAS2 = "keras2"
+"""Key in the home: that Keras 2 laid out the variables."""
 _OPTIONS = {AVERAGE: "use_ema", ACCUMULATOR: "gradient_accumulation_steps"}
 _PERIODS = _OPTIONS[ACCUMULATOR]
 
@@ -58,6 +61,7 @@ class Signature:
         lists: The attributes that hold the slots of a name.
         alone: Numbers of no parameter, which stand behind all slots.
         some: Slots that not every parameter has.
+        is_keras2: Whether it is one of Keras 2, which has its rate in the config alone.
     """
 
     kind: str
@@ -66,6 +70,7 @@ class Signature:
     lists: Mapping[str, str] | None = None
     alone: tuple[str, ...] = ()
     some: tuple[str, ...] = ()
+    is_keras2: bool = False
 
 
 @cache
@@ -81,7 +86,7 @@ def kinds() -> tuple[str, ...]:
 _SEVERAL = "multi_optimizer"
 
 
-def signature_of(kind: str, settings: Mapping[str, Any] | None = None) -> Signature:
+def signature_of(kind: str, settings: Mapping[str, Any] | None = None, is_keras2: bool = False) -> Signature:
     """Returns the signature of a class; one without rounds where the class isn't known.
 
     Raises:
@@ -97,10 +102,12 @@ def signature_of(kind: str, settings: Mapping[str, Any] | None = None) -> Signat
         )
     entry = _known().get(kind)
     if entry is None:
-        return Signature(kind, settings)
+        return Signature(kind, settings, is_keras2=is_keras2)
+    if is_keras2:
+        entry = {"lists": None, "slots": entry["slots"]} | entry.get("keras2", {})
     rounds = tuple((tuple(slots["names"]), slots.get("if")) for slots in entry["slots"])
     some = tuple(name for slots in entry["slots"] for name in slots.get("some", ()))
-    return Signature(kind, settings, rounds, entry["lists"], tuple(entry.get("alone", ())), some)
+    return Signature(kind, settings, rounds, entry["lists"], tuple(entry.get("alone", ())), some, is_keras2)
 
 
 def usual_name(kind: str) -> str:
@@ -205,15 +212,22 @@ def _unfit(signature: Signature, variables: Sequence[Tensor], is_several: bool) 
 
 def _of_nobody(signature: Signature, variables: Sequence[Tensor], trained: Sequence[Shape]) -> Numbered:
     """Returns the variables of a class that isn't known, where nothing tells which parameters they belong to."""
-    has_rate = not isinstance((signature.settings or {}).get(RATE), Mapping)
+    has_rate = _has_rate(signature) is not False
     head = [ITERATION, RATE] if has_rate and len(variables) > 1 and variables[1].shape == () else [ITERATION]
     names = [*head, *(f"variable_{number}" for number in range(len(head), len(variables)))]
     return Numbered(tuple(trained), tuple((None, name) for name in names))
 
 
+def _has_rate(signature: Signature) -> bool | None:
+    """Tells whether an optimizer has a variable for its rate; None where no file says it."""
+    if signature.is_keras2:
+        return False
+    return None if signature.settings is None else not isinstance(signature.settings.get(RATE), Mapping)
+
+
 def _ways(signature: Signature, shapes: Sequence[Shape], trained: Sequence[Shape]) -> Iterator[Numbered]:
     """Yields what an optimizer's variables may be, as far as it isn't known."""
-    has_rate = None if signature.settings is None else not isinstance(signature.settings.get(RATE), Mapping)
+    has_rate = _has_rate(signature)
     for rate in (True, False) if has_rate is None else (has_rate,):
         head = [ITERATION, RATE] if rate else [ITERATION]
         if any(shape != () for shape in shapes[: len(head)]):
@@ -350,6 +364,7 @@ def native_state(
     others = {name: tensor for name, tensor in alone.items() if name not in (ITERATION, RATE)}
     kept = {
         **home,
+        **dict.fromkeys([KERAS2] * signature.is_keras2, True),
         "class": signature.kind,
         ITERATION: calls,
         "iteration_dtype": alone[ITERATION].dtype.name,
@@ -397,14 +412,28 @@ def _is_option(key: Any, value: Any) -> bool:
     return fits(key, Name) and (value is None or isinstance(value, (bool, int, float, str)))
 
 
+def _require_form(state: TrainState, home: Mapping[str, Any], layout: str) -> None:
+    """Checks that a layout writes the form of file that Keras 2 wrote a state in, whose variables Keras 3 has not."""
+    origin = origin_in_keras2(home)
+    if origin not in (None, layout):
+        raise InexactError(
+            f"Keras 2 keeps other variables of its {state.optimizer.variant} than the layout {layout} writes.",
+            expected=f"the layout {origin}, in whose form Keras 2 wrote the state",
+            found=layout,
+            remedy=f"--layout {origin} goes on in Keras 2; --params-only takes the weights alone",
+        )
+
+
 def native_rows(
     state: TrainState, home: Mapping[str, Any], layout: str
 ) -> list[tuple[str | None, str, Tensor]]:
     """Returns an optimizer's variables in their order; undoes `native_state`.
 
     Raises:
-        InexactError: The state wasn't read from Keras, or has other slots than it had; lists every one.
+        InexactError: The state wasn't read from Keras, has other slots than it had, or is of another form of Keras 2's
+            files; lists every slot.
     """
+    _require_form(state, home, layout)
     rows: Any = home.get(ROWS)
     if not fits(rows, list[list[Name]]):
         raise InexactError(

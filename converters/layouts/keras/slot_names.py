@@ -10,6 +10,7 @@ keras/optimizers/legacy/optimizer_v2.py, `add_slot`; v3, keras/src/optimizers/ba
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from statekit.tensors.tensor import Shape
@@ -41,3 +42,30 @@ def _owner(row: str, shape: Shape, params: Mapping[str, Shape]) -> str | None:
 def _is_v_of(row: str, name: str) -> bool:
     flat = name.replace("/", "_")
     return row == f"v/{name}" or row.endswith((f"/v/{name}", f"/{name}/v", f"/{flat}_velocity"))
+
+
+def slot_of(name: str, params: Sequence[str]) -> tuple[str | None, str]:
+    """Returns the parameter and the slot of a variable, by its name; None and the name's end where it is of none.
+
+    Example:
+        >>> slot_of("SGD/m/hidden/kernel:0", ["hidden/kernel"])
+        ('hidden/kernel', 'm')
+        >>> slot_of("SGD/hidden/kernel/momentum:0", ["hidden/kernel"])
+        ('hidden/kernel', 'momentum')
+        >>> slot_of("sgd/sequential_hidden_kernel_momentum", ["hidden/kernel"])
+        ('hidden/kernel', 'momentum')
+    """
+    row = plain_name(name)
+    matches = [(param, match) for param in params if (match := _form(param).fullmatch(row)) is not None]
+    if not matches:
+        return None, row.rpartition("/")[2]
+    param, match = max(matches, key=lambda pair: len(pair[0]))  # of several that end alike
+    return param, next(slot for slot in match.groups() if slot is not None)
+
+
+def _form(param: str) -> re.Pattern[str]:
+    """Returns the form of the names of a parameter's slots, of new and legacy optimizers and of Keras 3."""
+    name, flat = re.escape(param), re.escape(param.replace("/", "_"))
+    return re.compile(
+        rf"(?:[^/]+/)?([^/]+)/{name}|(?:.+/)?{name}/([^/]+)|(?:[^/]+/)?(?:[^/]+_)?{flat}_([^/]+)"
+    )

@@ -259,6 +259,15 @@ HOMES = {
     "keras2": "that Keras 2 laid out the optimizer's variables",
 }
 """What each form of Keras' files has besides, by its keys in the home."""
+FORMS = {"keras-model-h5": "whole_h5", "tf2-keras2": "graph", "keras": "tree"}
+"""Layout -> what a home has of a state of Keras 2 that came from the layout's form of file."""
+
+
+def origin_in_keras2(home: Mapping[str, Any]) -> str | None:
+    """Returns the layout that goes on in Keras 2 with a state of it; None for a state from elsewhere."""
+    return next((name for name, key in FORMS.items() if key in home), None) if home.get("keras2") else None
+
+
 SCHEMAS = {"Adam": "adamw", "AdamW": "adamw", "Lamb": "lamb", "Adafactor": "adafactor"}
 """Class in a config -> schema."""
 _NAMES = {"adam": "Adam", "adam_w": "AdamW", "lamb": "Lamb", "adafactor": "Adafactor"}
@@ -586,7 +595,7 @@ def variables_of(
         )
     order, faults = order_of(state), Faults()
     slots = [_own(state, path, home, faults) for path in order]
-    kept = _kept(state, home, slots, order, faults)
+    kept = _kept(state, home, slots, order, faults, origin_in_keras2(home) == layout)
     variables: list[tuple[int | None, str, Tensor]] = []
     dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
     for i, name, _ in places(schema, [state.params[path].shape for path in order], kept):
@@ -654,6 +663,7 @@ def _kept(
     slots_in_order: Sequence[Mapping[str, Tensor]],
     order: Sequence[str],
     faults: Faults,
+    is_keras2: bool,
 ) -> Kept:
     """Returns which variables there are; all parameters must have the same."""
     kept = {}
@@ -662,8 +672,8 @@ def _kept(
         kept[name] = bool(having)
         if having and len(having) < len(order):
             faults.add(f"some parameters have {name} and others don't", having[0])
-    rate = not home.get("keras2") and (rate_of(state) is not None or not home.get("schedule"))
-    placeholders = bool(home.get("placeholders", True))
+    rate = not is_keras2 and (rate_of(state) is not None or not home.get("schedule"))
+    placeholders = not is_keras2 or bool(home.get("placeholders", True))
     return Kept(rate, kept[AVERAGE], kept[ACCUMULATOR], kept["v_max"], placeholders)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence, dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras import muon, native
 from statekit.converters.layouts.keras.graph_optimizer import (
     ITERATIONS,
     RATE_NODE,
@@ -36,6 +37,7 @@ from statekit.converters.layouts.keras.graph_optimizer import (
 )
 from statekit.converters.layouts.keras.home import home_in
 from statekit.converters.layouts.keras.lines import keras2_object_lines
+from statekit.converters.layouts.keras.named_rows import NamedObjects, found_objects
 from statekit.converters.layouts.keras.slot_names import owners
 from statekit.converters.layouts.keras.state import (
     HOME,
@@ -90,22 +92,24 @@ class Keras2Graph:
     """Keras 2's own optimizers."""
 
     name: str = "tf2-keras2"
-    title: str = "Keras 2's Adam, AdamW and Adafactor in tf.train.Checkpoint and SavedModel"
+    title: str = "Keras 2's optimizers in tf.train.Checkpoint and SavedModel"
     containers: tuple[str, ...] = ("tf-bundle",)
     schedule_in: str = "iterations"
     stores_values: bool = True
     only_goes_back: bool = True
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: dict.fromkeys(("adafactor", "adamw"), (VARIANT,))
+        default_factory=lambda: {**dict.fromkeys(("adafactor", "adamw"), (VARIANT,)), native.SCHEMA: ()}
     )
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the lists or the slots of an optimizer in the object graph."""
-        optimizer = _optimizer(checkpoint)
+        optimizer = _optimizer(checkpoint) or found_objects(checkpoint)
         return Evidence(30, f"an optimizer of Keras 2: {optimizer.kind}") if optimizer else None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         tree, optimizer = checkpoint.tree, _optimizer(checkpoint)
+        if optimizer is None and (other := found_objects(checkpoint)) is not None:
+            return _native_state(checkpoint, other, hints, self.name)
         if optimizer is None:
             raise StateError(
                 "The checkpoint holds no optimizer of Keras 2 that statekit knows.",
@@ -138,9 +142,14 @@ class Keras2Graph:
         """Returns the flat tree of keys: the objects that the state came from, with its values."""
         home = home_in(state)
         had = home.get("graph") or {}
-        _, rows = variables_of(state, home, self.name)
-        order = order_of(state)
-        values = {(None if i is None else order[i], slot): tensor for i, slot, tensor in rows}
+        if state.optimizer.schema == native.SCHEMA:
+            values = {
+                (path, slot): tensor for path, slot, tensor in native.native_rows(state, home, self.name)
+            }
+        else:
+            _, rows = variables_of(state, home, self.name)
+            order = order_of(state)
+            values = {(None if i is None else order[i], slot): tensor for i, slot, tensor in rows}
         is_same = values.keys() == {(path, slot) for _, path, slot in had.get("own", ())}
         if had.get("layout") != self.name or not is_same or had["places"].keys() != state.params.keys():
             raise InexactError(
@@ -164,6 +173,25 @@ class Keras2Graph:
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         return keras2_object_lines(saved)
+
+
+def _native_state(
+    checkpoint: Checkpoint, optimizer: NamedObjects, hints: CheckpointRef, layout: str
+) -> TrainState:
+    """Returns the state of an optimizer without a schema, as its objects say it."""
+    tree, objects = checkpoint.tree, optimizer.objects
+    frozen = _frozen(tree, objects)
+    placed = {name: key for key, name in objects.moved} | frozen
+    home = graph_home(tree, objects, placed, [(row.path, row.slot) for row in optimizer.rows], layout)
+    home["graph"]["arguments"] = optimizer.arguments()
+    return muon.class_state(
+        optimizer.signature(tree),
+        [(row.path, row.slot, tree[row.key]) for row in optimizer.rows],
+        ({name: tree[key] for key, name in objects.moved}, {name: tree[key] for name, key in frozen.items()}),
+        home,
+        checkpoint,
+        hints,
+    )
 
 
 def _optimizer(checkpoint: Checkpoint) -> Keras2Optimizer | None:
@@ -261,10 +289,11 @@ def _changed(state: TrainState, tree: Mapping[str, Any], keys: Mapping[str, str]
     group = groups[0].hyperparameters if groups else {}
     # A schedule's value at this step is inferred; the checkpoint has the schedule's base.
     given = {name: value for name, value in group.items() if groups[0].known_from.get(name) != "inferred"}
-    native = load_schema(state.optimizer.schema).native(VARIANT, given)
+    schema = state.optimizer.schema  # nothing is changed of an optimizer without one
+    values = {} if schema == native.SCHEMA else load_schema(schema).native(VARIANT, given)
     changed: dict[str, Tensor] = {}
     for name, key in keys.items():
-        value = native.get(name)
+        value = values.get(name)
         if isinstance(value, float) and float(tree[key].read()) != value:
             changed[key] = in_memory(np.asarray(value, np.float32), key)
     return changed

@@ -1,4 +1,4 @@
-"""Makes the files of this folder with Keras 2.15: optimizers that are like Adam, and a model of branches.
+"""Makes the files of this folder with Keras 2.15: optimizers beside Adam, and a model of branches.
 
 Run it in an environment of its own with tensorflow-cpu 2.15 (Python 3.10). `slots.npz` has an optimizer's variables by
 the names that Keras 2 gives them, with | for /; `now.npz` the model's.
@@ -20,6 +20,12 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         K.optimizers.schedules.CosineDecay(1e-2, 20), weight_decay=0.03, use_ema=True, clipnorm=1.0
     ),
     "adam_amsgrad": lambda: K.optimizers.Adam(3e-3, beta_1=0.8, amsgrad=True),
+    "sgd_ema": lambda: K.optimizers.SGD(
+        K.optimizers.schedules.CosineDecay(1e-2, 20), momentum=0.9, use_ema=True
+    ),
+    "rmsprop": lambda: K.optimizers.RMSprop(1e-3, momentum=0.5, centered=True),
+    "legacy_sgd": lambda: K.optimizers.legacy.SGD(1e-2, momentum=0.9, decay=1e-3),
+    "legacy_ftrl": lambda: K.optimizers.legacy.Ftrl(1e-2),
     "lion": lambda: K.optimizers.Lion(1e-4),
     "nadam": lambda: K.optimizers.Nadam(1e-3),
     "legacy_nadam": lambda: K.optimizers.legacy.Nadam(1e-3),
