@@ -132,12 +132,7 @@ def live_run(
         # The optimizer remembers the names of what it moves; batch statistics aren't among that.
         here = {} if names or call.map else renumbered(opened, given)
         here = {path: name for path, name in here.items() if path not in remembered}
-        named.update(
-            {
-                here.get(path_of(given_variable), path_of(given_variable)): given_variable
-                for given_variable in given
-            }
-        )
+        named.update({here.get(path_of(variable), path_of(variable)): variable for variable in given})
         return live_state(named, optimizer)
 
     by_path = {path_of(variable): variable for variable in given}

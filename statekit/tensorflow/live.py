@@ -60,13 +60,13 @@ def live_checkpoint(variables: Mapping[str, Any], optimizer: Any) -> Checkpoint:
 
 def _checkpoint(variables: Mapping[str, Any], optimizer: Any, built: Any) -> Checkpoint:
     moved, name_of = built._trainable_variables, _names(variables, built)
-    ids = {id(moved_variable) for moved_variable in moved}
+    ids = {id(variable) for variable in moved}
     rest = [variable for variable in variables.values() if id(variable) not in ids]
-    ordered = [moved_variable for moved_variable in [*moved, *rest] if id(moved_variable) in name_of]
+    ordered = [variable for variable in [*moved, *rest] if id(variable) in name_of]
     places = [(str(i), "vars", "0") for i in range(len(ordered))]
     named = [
-        [list(place), name_of[id(moved_variable)], id(moved_variable) in ids]
-        for place, moved_variable in zip(places, ordered, strict=True)
+        [list(place), name_of[id(variable)], id(variable) in ids]
+        for place, variable in zip(places, ordered, strict=True)
     ]
     config = keras.saving.serialize_keras_object(optimizer)
     attributes = {
@@ -76,14 +76,11 @@ def _checkpoint(variables: Mapping[str, Any], optimizer: Any, built: Any) -> Che
     tree = {
         ATTRIBUTES: attributes,
         **{
-            str(i): {"vars": {"0": LiveVariable(moved_variable, name_of[id(moved_variable)])}}
-            for i, moved_variable in enumerate(ordered)
+            str(i): {"vars": {"0": LiveVariable(variable, name_of[id(variable)])}}
+            for i, variable in enumerate(ordered)
         },
         "optimizer": {
-            "vars": {
-                key: LiveVariable(moved_variable, key)
-                for key, moved_variable in _kept(optimizer, built).items()
-            }
+            "vars": {key: LiveVariable(variable, key) for key, variable in _kept(optimizer, built).items()}
         },
     }
     return Checkpoint("keras", LIVE, tree)
@@ -124,9 +121,7 @@ def _names(variables: Mapping[str, Any], built: Any) -> dict[int, str]:
     names, moved = canonical_names(built), built._trainable_variables
     given = {id(variable): name for name, variable in variables.items()}
     return given | {
-        id(moved_variable): names[path_of(moved_variable)]
-        for moved_variable in moved
-        if path_of(moved_variable) in names
+        id(variable): names[path_of(variable)] for variable in moved if path_of(variable) in names
     }
 
 

@@ -175,9 +175,7 @@ class MegatronAdam:
         apart = {path_of(name): {MASTER: t} for name, t in masters.items() if name not in moved_itself}
         return replace(
             decoded,
-            slots={
-                path: {**param_slots, **apart.get(path, {})} for path, param_slots in decoded.slots.items()
-            },
+            slots={path: {**slots, **apart.get(path, {})} for path, slots in decoded.slots.items()},
             extra={**decoded.extra, **_extra(common, parts)},
             assumptions=(
                 *decoded.assumptions,
