@@ -264,9 +264,8 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     try:
         memory = _free.pop()
     except IndexError:
-        memory = bytearray(
-            _BUFFER_BYTES + _PAGE
-        )  # views of an array over it refer to that array, as none of NumPy's
+        # Views of an array over it refer to that array, as none of NumPy's.
+        memory = bytearray(_BUFFER_BYTES + _PAGE)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % _PAGE
     array: npt.NDArray[Any] = np.ndarray(shape, dtype, memory, start)
 

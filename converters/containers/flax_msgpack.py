@@ -82,9 +82,8 @@ class FlaxFile:
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `checkpoint_<step>` as `flax.training.checkpoints` does."""
-        named_for_step(
-            stage.target, encoded.step, FOLDER
-        )  # a run's folder is never named for another step than its own
+        # A run's folder is never named for another step than its own.
+        named_for_step(stage.target, encoded.step, FOLDER)
         with stage.file(FOLDER.format(step=encoded.step)) as output:
             for block in gathered(packed(encoded.tree, stage)):
                 output.write(block)

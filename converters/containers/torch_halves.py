@@ -266,9 +266,8 @@ def _of_basicsr(folder: Place) -> dict[tuple[int, ...], dict[str, str]]:
     for entry in listing(folder / _STATES):
         match = _STATE_OF_BASICSR.fullmatch(entry.name)
         if match is not None and (names := networks.get(int(match[1]))):
-            ordered = dict(
-                sorted(names.items(), key=lambda item: item[0] != "net_g")
-            )  # as its optimizers are
+            # As its optimizers are.
+            ordered = dict(sorted(names.items(), key=lambda item: item[0] != "net_g"))
             models = ordered if len(names) > 1 else {"model": next(iter(names.values()))}
             whole[(int(match[1]),)] = {**models, _TRAINING: f"{_STATES}/{entry.name}"}
     return whole

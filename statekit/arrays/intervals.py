@@ -242,9 +242,8 @@ class IntervalBackend(Backend):
         high = np.where(value.high <= 0, np.minimum(value.high + up, 0.0), value.high + up)
         low, high = np.where(value.low == 0, 0.0, low), np.where(value.high == 0, 0.0, high)
         kept = self.rounded(value, dtype)
-        finite = np.isfinite(kept.low) & np.isfinite(
-            kept.high
-        )  # what overflows, or isn't a number, stays that
+        # What overflows, or isn't a number, stays that.
+        finite = np.isfinite(kept.low) & np.isfinite(kept.high)
         return self.widen(Interval(np.where(finite, low, kept.low), np.where(finite, high, kept.high)))
 
     def number(self, value: Value) -> Value:

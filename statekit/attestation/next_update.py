@@ -112,9 +112,8 @@ class NextUpdate:
         try:
             after = self._sides.decode()
         except StatekitError as error:
-            findings = (
-                broken(error) if self._sides.live is not None else []
-            )  # else it was before, which is said
+            # Else it was before, which is said.
+            findings = broken(error) if self._sides.live is not None else []
         else:
             findings, notes, tensors = update_findings(
                 self._sides.right, after, chosen, grads, moved, sqrt_units, self._rate, execution

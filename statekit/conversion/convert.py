@@ -259,9 +259,8 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
                 entries=prepared.container.entries if isinstance(prepared.container, HasEntries) else (),
             ) as stage,
         ):
-            check_place(
-                plan, replace, replace_foreign
-            )  # again: the stage remembers what lies there from now on
+            # Again: the stage remembers what lies there from now on.
+            check_place(plan, replace, replace_foreign)
             try:
                 for neighbour in prepared.beside:
                     wrong, entry = proven_beside(neighbour, tell)

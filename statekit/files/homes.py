@@ -239,9 +239,8 @@ def local_home(
 ) -> Iterator[LocalHome]:
     """Gives the home of a target on this machine, which is gone at the end; arguments and errors as in `staged`."""
     target = Path(os.path.abspath(target))
-    seen = (
-        _facts_of(target) if replace else ()
-    )  # before it is checked: what is checked is what was seen, or younger
+    # Before it is checked: what is checked is what was seen, or younger.
+    seen = _facts_of(target) if replace else ()
     check_target(target, kind, replace=replace, foreign=foreign)
     sweep(target.parent)
     check_space(target, target.parent, total)

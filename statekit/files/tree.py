@@ -326,9 +326,8 @@ def address_of(text: str) -> tuple[str, str, str]:
             expected=f"{scheme}://BUCKET/NAME",
             remedy="leave them out: credentials are taken from the environment",
         )
-    is_unusable = (
-        not _BUCKET.fullmatch(bucket) or not name.isprintable()
-    )  # obstore ends the process at some of these
+    # obstore ends the process at some of these.
+    is_unusable = not _BUCKET.fullmatch(bucket) or not name.isprintable()
     if is_unusable or any(part in ("", ".", "..") for part in name.split("/")[: None if name else 0]):
         raise UsageError("This address names nothing.", place=text, expected=f"{scheme}://BUCKET/NAME")
     return scheme, bucket, name

@@ -640,10 +640,8 @@ def _kept(values: dict[str, Any], before: Row[Any]) -> dict[str, Any]:
     if before.seal == "damaged" and values["proof"] == before.proof:
         values = {**values, "seal": "damaged"}
     if before.proof == _JUST_SEALED and values["seal"] == "unsealed":
-        values = {
-            **values,
-            "seal": "sealed",
-        }  # whoever looked may have begun before it was; the next look tells
+        # Whoever looked may have begun before it was; the next look tells.
+        values = {**values, "seal": "sealed"}
     return values
 
 

@@ -154,9 +154,8 @@ class _Written:
 def _made(source: Checkpoint, target: Row[Any], written: _Written) -> Edge:
     """Returns the edge of a conversion, with the job that ran it where that was one of ours."""
     plan = target.made.get("plan")
-    names = os.fsdecode(target.place).split("/")[
-        -2:
-    ]  # a run's folder may be the target, and the step lie in it
+    # A run's folder may be the target, and the step lie in it.
+    names = os.fsdecode(target.place).split("/")[-2:]
     fitting = [
         job
         for name in reversed(names)

@@ -220,9 +220,8 @@ def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Index]:
         axis += 1
     rows = max(1, limit // (math.prod(shape[axis + 1 :]) * item))
     grain = max(1, tensor.grain[axis])
-    rows = (
-        rows - rows % grain if rows > grain else -(-grain // -(-grain // rows))
-    )  # or equal parts of a grain
+    # Or equal parts of a grain.
+    rows = rows - rows % grain if rows > grain else -(-grain // -(-grain // rows))
     step = max(rows, grain)
     for outer in positions([range(n) for n in shape[:axis]]):
         head = tuple(slice(i, i + 1) for i in outer)
@@ -447,9 +446,8 @@ def rounded(values: Array, dtype: DType) -> Array:
     with np.errstate(over="ignore", under="ignore"):
         near = np.asarray(values).astype(np.float32)
         bits = near.view(np.uint32)
-        bits -= np.abs(near.astype(np.float64)) > np.abs(
-            values
-        )  # the magnitude's last place, whatever the sign
+        # The magnitude's last place, whatever the sign.
+        bits -= np.abs(near.astype(np.float64)) > np.abs(values)
         bits |= (near != values) & ~np.isnan(values)
         return near.astype(dtype)
 

@@ -350,9 +350,8 @@ class Mean(_WithoutAxis):
         """Reads a block: the tensor's blocks along the axis, one after the other."""
         index, length = normal_index(index, self.shape), self.tensor.shape[self.axis]
         total = np.zeros(index_shape(index), np.float64)
-        place_bytes = (
-            math.prod(index_shape(index)) * self.tensor.dtype.itemsize
-        )  # bytes of each place of the axis
+        # Bytes of each place of the axis.
+        place_bytes = math.prod(index_shape(index)) * self.tensor.dtype.itemsize
         step = max(1, min(self.tensor.grain[self.axis], BLOCK_BYTES // max(1, place_bytes)))
         for start in range(0, length, step):
             along = slice(start, min(start + step, length))

@@ -134,9 +134,8 @@ def passes_over_what_is_not_its(trial: Trial) -> None:
     """Other trees are not detected, and decoding them all the same is a typed error."""
     tensor, parts = in_memory(np.zeros(3, np.float32)), ("params", "model", "target", "state", "optimizer")
     foreign: list[Any] = [{}, [], None, "text", tensor, dict.fromkeys(parts, 1)]
-    foreign += (
-        [] if trial.layout.variants.keys() == {WEIGHTS} else [{"a": {"b": tensor}}]
-    )  # weights, to these
+    # Weights, to these.
+    foreign += [] if trial.layout.variants.keys() == {WEIGHTS} else [{"a": {"b": tensor}}]
     for tree in foreign:
         checkpoint = replace(trial.checkpoint, tree=tree, manifest=None)
         assert trial.layout.detect(checkpoint) is None, f"takes {tree} for its own"

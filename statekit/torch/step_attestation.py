@@ -125,9 +125,8 @@ class _Watch:
         return (args[0], *rest), {**kept, "closure": taking}
 
     def _take(self) -> None:
-        scale = getattr(
-            self._optimizer, "grad_scale", None
-        )  # a fused kernel divides by the loss scale itself
+        # A fused kernel divides by the loss scale itself.
+        scale = getattr(self._optimizer, "grad_scale", None)
         divisor = 1.0 if scale is None else float(scale)
         self._grads = {
             path: Gradient(_block_of(param.grad, self._run.flat.get(id(param)), index), divisor)

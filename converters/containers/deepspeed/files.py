@@ -193,9 +193,8 @@ def _slices(
 def _ranks(folder: Place, names: list[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Place]:
     """Returns files by slice and data-parallel rank."""
     matches = [match for match in map(pattern.fullmatch, names) if match]
-    matches.sort(
-        key=lambda match: match[1] is None
-    )  # a universal copy for all stages has both names; this is whole
+    # A universal copy for all stages has both names; this is whole.
+    matches.sort(key=lambda match: match[1] is None)
     return {(int(match[2]), int(match[1] or 0)): folder / match[0] for match in matches}
 
 

@@ -297,9 +297,8 @@ def _open_part(path: Place, files: Files) -> tuple[Tree, tuple[Finding, ...]]:
     if not path.name.endswith(_JSON):
         opened = open_torch(path, files)
         return opened.tree, opened.findings
-    part = loose_json(
-        read_small(path, files), path, files.account
-    )  # Trainer writes a loss that is NaN as NaN
+    # Trainer writes a loss that is NaN as NaN.
+    part = loose_json(read_small(path, files), path, files.account)
     if not isinstance(part, dict):
         raise FormatError("A state isn't a JSON object.", place=path, found=type(part).__name__)
     return part, ()

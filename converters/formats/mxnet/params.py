@@ -31,9 +31,8 @@ _ARRAY_NODES = 16
 _NPY_SHORT = 128
 """MXNet's reader takes a header's length for a signed byte. Source: src/serialization/cnpy.cc, `npz::load`."""
 _FORM = ZipForm("", 0, 0, 0)
-_DESCRIPTIONS = {
-    "<b2" if name == "bfloat16" else DTYPES[name].str: DTYPES[name] for name in DTYPE_NAMES
-}  # NumPy has no text for bfloat16; this one is MXNet's
+# NumPy has no text for bfloat16; this one is MXNet's.
+_DESCRIPTIONS = {"<b2" if name == "bfloat16" else DTYPES[name].str: DTYPES[name] for name in DTYPE_NAMES}
 _DESCRIBED = {dtype: text for text, dtype in _DESCRIPTIONS.items()}
 
 

@@ -186,9 +186,8 @@ class OcdbtStore:
     def _recheck(self) -> None:
         """Makes sure that a database in a store is the one that was listed."""
         if isinstance(self.manifest, StoredPlace) and self.manifest.facts is not None:
-            recheck = getattr(
-                self.manifest.tree, "recheck", None
-            )  # a tree that keeps what it has read has it
+            # A tree that keeps what it has read has it.
+            recheck = getattr(self.manifest.tree, "recheck", None)
             if recheck is not None:
                 recheck(self.manifest.facts)
 

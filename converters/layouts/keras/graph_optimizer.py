@@ -272,9 +272,8 @@ def _new(
             if (inside := _in_layers(home, path)) is not None:
                 layer, name = builder.at(("model", *inside)), path.rpartition("/")[2]
                 builder.add(layer, name, node)
-                builder.add(
-                    layer, f"_{name}", node
-                )  # kernels and embeddings are properties of what is stored
+                # Kernels and embeddings are properties of what is stored.
+                builder.add(layer, f"_{name}", node)
             tree[key + SUFFIX] = tensor
     variables = builder.add(optimizer, VARIABLES)
     attributes = {ITERATION: ITERATIONS, RATE: RATE_NODE}

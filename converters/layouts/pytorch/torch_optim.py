@@ -67,11 +67,7 @@ from statekit.converters.layouts.pytorch.parts import (
     too_small_models,
     with_others,
 )
-from statekit.converters.layouts.pytorch.side_by_side import (
-    USUAL,
-    join_side_by_side,
-    side_by_side,
-)
+from statekit.converters.layouts.pytorch.side_by_side import USUAL, join_side_by_side, side_by_side
 from statekit.errors import Faults, InexactError, NamesError, StateError, plural, some
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, SORTED, Checkpoint
 from statekit.lines.printing import SavedRun, State, torch_lines
@@ -932,12 +928,7 @@ def _shape_of(kind: TorchOptimizer, record: Mapping[str, Any], model: Mapping[st
 
 
 def _slots(
-    kind: TorchOptimizer,
-    record: Mapping[str, Any],
-    rule: Rule,
-    shape: Shape,
-    path: str,
-    faults: Faults,
+    kind: TorchOptimizer, record: Mapping[str, Any], rule: Rule, shape: Shape, path: str, faults: Faults
 ) -> Iterator[tuple[str, Tensor]]:
     for name, stored_as in kind.names.items():
         tensor = record.get(stored_as)
@@ -988,11 +979,7 @@ def _unknown_numbers(state: TrainState) -> Iterator[tuple[str, str]]:
 
 
 def _native(
-    kind: TorchOptimizer,
-    state: TrainState,
-    path: str,
-    slots: Mapping[str, Tensor],
-    faults: Faults,
+    kind: TorchOptimizer, state: TrainState, path: str, slots: Mapping[str, Tensor], faults: Faults
 ) -> dict[str, Any]:
     param, names = state.params[path], kind.names
     usual = kind.rule(param.shape)
@@ -1030,9 +1017,8 @@ def _groups(
         renamed = {} if kind.signature is None else kind.signature.renamed
         stated = {renamed.get(key, key): value for key, value in options.items()}
         values = schema.canonical(str(kind.variant), stated, f"param_groups/{i}")
-        numbers = {
-            name: scalar(value) for name, value in values.items()
-        }  # torch.optim takes a tensor as rate
+        # torch.optim takes a tensor as rate.
+        numbers = {name: scalar(value) for name, value in values.items()}
         faults = Faults()
         for name, value in values.items():
             if value is not numbers[name] and (fault := schema.fault(name, numbers[name])):

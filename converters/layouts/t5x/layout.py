@@ -543,9 +543,8 @@ def _rule(path: str, slots: NativeSlots, rules: GivenRules, settled: Hyperparame
     values = settled.values
     factored, minimum = values.get("factored", True), values.get("min_dim_size_to_factor", 0)
     logical = values.get("logical_factor_rules") is not None
-    by_map = (
-        settled.is_known("factor_map") and not logical
-    )  # then every path has an entry; None is the heuristic
+    # Then every path has an entry; None is the heuristic.
+    by_map = settled.is_known("factor_map") and not logical
     stated, labels = rules.find(path)
     unfactored = settled.is_known("factored") and not factored
     if stated or unfactored or (by_map and values["factor_map"] is None):

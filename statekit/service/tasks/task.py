@@ -199,9 +199,8 @@ def _give_way() -> None:
     """Lets whoever reads the catalogue go first: also where the system shares by sessions rather than by processes."""
     os.nice(NICE)
     if sys.platform == "linux":
-        os.sched_setscheduler(
-            0, os.SCHED_BATCH, os.sched_param(0)
-        )  # it doesn't interrupt others by waking up
+        # It doesn't interrupt others by waking up.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(NICE), encoding="ascii")  # Source: sched(7).
 

@@ -60,9 +60,8 @@ class Remembered:
             asked = self._asked.get(key)
             if change is None or asked is None:
                 break
-            await asyncio.wait(
-                [asked]
-            )  # somebody asks for the same: then it is known, unless it has changed since
+            # Somebody asks for the same: then it is known, unless it has changed since.
+            await asyncio.wait([asked])
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked.setdefault(key, future)
         try:

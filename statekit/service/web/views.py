@@ -171,9 +171,8 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
             "scanning": of.catalogue.scanning(),
         }
         page_itself = drawn(request, "catalogue.html", context)
-        page_itself.headers["hx-replace-url"] = address(
-            query, cursor
-        )  # without the filters that choose nothing
+        # Without the filters that choose nothing.
+        page_itself.headers["hx-replace-url"] = address(query, cursor)
         return page_itself
 
     @routes.post("/scan")
