@@ -1260,3 +1260,24 @@ def test_a_state_that_is_not_whole_is_refused_and_doctor_names_it(
     assert main(["doctor", f"{path}"]) == 1
     assert f"1 finding {fault}" in " ".join(capsys.readouterr().out.split())
     assert main(["convert", f"{path}", f"{tmp_path / 'c'}", "--to", "statekit", "--params-only"]) == 0
+
+
+def test_complex_parameters_go_on_and_moved_whole_numbers_do_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"p": torch.nn.Parameter(torch.ones(3, 4, dtype=torch.complex64))}
+    optimizer = torch.optim.AdamW([*weights.values()], lr=0.01)
+    loss: Any = weights["p"].abs().sum()
+    loss.backward()
+    optimizer.step()
+    model = {name: weight.detach() for name, weight in weights.items()}
+    torch.save({"model": model, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    assert main(["convert", f"{tmp_path / 'a.pt'}", f"{tmp_path / 'b.pt'}"]) == 0
+    assert capsys.readouterr().out.startswith("BITWISE")
+    halves = optimizer.state_dict()
+    slots = halves["state"][0]
+    halves["state"][0] = {name: slot.real if slot.is_complex() else slot for name, slot in slots.items()}
+    truths = {"p": model["p"].real.bool()}
+    torch.save({"model": truths, "optimizer": halves}, tmp_path / "c.pt")
+    arguments = ["convert", f"{tmp_path / 'c.pt'}", f"{tmp_path / 'd.pt'}"]
+    assert "has dtype bool @ params/p" in refused(arguments, capsys)

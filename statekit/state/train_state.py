@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.evidence import SCALED, Fact, FactRecord
 from statekit.state.evidence import KnownFrom as KnownFrom  # noqa: PLC0414 - part of a state
-from statekit.state.schema import NATIVE_SHAPE, OptimizerSchema, load_schema
+from statekit.state.schema import NATIVE_SHAPE, OptimizerSchema, is_native, load_schema
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.typed import Name, Natural
@@ -404,9 +404,14 @@ class TrainState:
                 continue
             for name in sorted(schema.needed(slots, groups[path].hyperparameters) - slots.keys()):
                 yield GONE, f"slots/{path}/{name}"
-            for name, tensor in slots.items():
-                if schema.slots[name].shape != NATIVE_SHAPE and tensor.dtype.kind not in "fV":
-                    yield f"has dtype {tensor.dtype}", f"slots/{path}/{name}"
+            kinds = "fVc" if self.params[path].dtype.kind == "c" else "fV"
+            tensors = {
+                f"params/{path}": self.params[path],
+                **{f"slots/{path}/{n}": t for n, t in slots.items()},
+            }
+            for place, tensor in tensors.items() if not is_native(schema.name) else ():
+                if tensor.dtype.kind not in kinds:
+                    yield f"has dtype {tensor.dtype}", place
 
     def group_of(self, path: str) -> Group | None:
         """Returns the group that moves a parameter, or None if it is frozen."""
