@@ -182,10 +182,8 @@ def _factors_otherwise(state: TrainState, group: Group, change: Mapping[str, Any
     factor_map = options.get(FACTOR_MAP)
     entries = () if factor_map is None else map_entries(factor_map, FACTOR_MAP)
     for path in group.paths:
-        rule, source = (
-            rule_of(path, state.params[path].shape, variant, options, entries)[0],
-            state.rules.get(path),
-        )
+        rule = rule_of(path, state.params[path].shape, variant, options, entries)[0]
+        source = state.rules.get(path)
         if rule is not None and source is not None and rule.axes != source.axes:
             return True
     return False
@@ -205,10 +203,8 @@ def _by_path(state: TrainState, variant: str, changes: Mapping[str, Any], faults
 
 def _refitted(state: TrainState) -> TrainState:
     """Returns a state that has `m` where its hyperparameters ask for it, in their dtype; a new one is zeros."""
-    slots, constants = (
-        dict(state.slots),
-        variant_constants(state.optimizer.schema, str(state.optimizer.variant)),
-    )
+    slots = dict(state.slots)
+    constants = variant_constants(state.optimizer.schema, str(state.optimizer.variant))
     is_on = MOMENTUM_ON[constants["momentum_on"]] if "momentum_on" in constants else lambda beta1: True
     stored_in = constants.get("momentum_dtype", constants.get("first_moment_dtype"))
     for group in state.optimizer.groups:

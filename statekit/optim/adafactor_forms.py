@@ -479,10 +479,8 @@ def _rounded_with_noise(s: Setting, value: Value, level: Value) -> Value:
     xp = s.xp
     size = xp.absolute(value) + xp.constant(1e-30)
     near = xp.rounded(size, "bfloat16")
-    above, below = (
-        xp.rounded(near * xp.constant(1.005), "bfloat16"),
-        xp.rounded(near * xp.constant(0.995), "bfloat16"),
-    )
+    above = xp.rounded(near * xp.constant(1.005), "bfloat16")
+    below = xp.rounded(near * xp.constant(0.995), "bfloat16")
     far = xp.if_greater(size, near, above, below)
     fraction = (size - near) / (far - near)
     return xp.if_greater(fraction, level, far, near) * xp.sign(value)

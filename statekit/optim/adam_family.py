@@ -214,10 +214,8 @@ def check(
         StateError: A parameter lacks slots.
     """
     variant = str(state.optimizer.variant)
-    hyper, rounding = (
-        settled(kind, schema, variant, group),
-        variant_constants(schema, variant)["compute_dtype"],
-    )
+    hyper = settled(kind, schema, variant, group)
+    rounding = variant_constants(schema, variant)["compute_dtype"]
     for path in group.paths:
         has_master = masters and MASTER in state.slots.get(path, {})
         low = rounding in LOW_PRECISION and state.params[path].dtype.name in LOW

@@ -65,10 +65,8 @@ def _keras(xp: Backend, grads: Grads, limits: Limits, others: Grads | None = Non
         edge = xp.constant(limits.clipnorm)
         return {p: g * edge / xp.maximum(xp.sqrt(xp.sum(g * g)), edge) for p, g in grads.items()}
     if limits.global_norm_clip_threshold:
-        edge, norm = (
-            xp.constant(limits.global_norm_clip_threshold),
-            _global_norm(xp, {**grads, **(others or {})}),
-        )
+        edge = xp.constant(limits.global_norm_clip_threshold)
+        norm = _global_norm(xp, {**grads, **(others or {})})
         factor = edge * xp.minimum(1.0 / norm, xp.constant(1.0 / limits.global_norm_clip_threshold))
         factor = xp.if_greater(-norm, -math.inf, factor, math.nan)
         return {path: g * factor for path, g in grads.items()}

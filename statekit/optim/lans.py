@@ -185,10 +185,8 @@ def coefficient(s: LansSetting, weight: Value, norm: Value, share: Value) -> Val
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> ParamConfig:
     """Returns what a parameter's update needs."""
-    hyper, by_path = (
-        settled(LansHyperparameters, "lans", variant, group),
-        settled(Multipliers, "lans", variant, group),
-    )
+    hyper = settled(LansHyperparameters, "lans", variant, group)
+    by_path = settled(Multipliers, "lans", variant, group)
     return ParamConfig(hyper, by_path.lr_mult.get(path, 1.0), hyper.wd * by_path.wd_mult.get(path, 1.0))
 
 

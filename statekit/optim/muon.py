@@ -258,10 +258,8 @@ def update(
         p = DECAYED_FIRST[s.form["weight_decay_expression"]](s, p, w)
     m = MOMENTUM[s.form["momentum_update"]](s, xp.widen(slots["m"]), g)
     u = NESTEROV[s.form["nesterov_form"]](s, m, g) if hyper.nesterov else m
-    sides, orthogonal = (
-        sides_of(constants, len(shape), config.axes),
-        newton_schulz(constants, hyper, xp.dtype(param)),
-    )
+    sides = sides_of(constants, len(shape), config.axes)
+    orthogonal = newton_schulz(constants, hyper, xp.dtype(param))
     turned = constants["orientation"]
 
     def orthogonalized(within: Backend, matrix: Value) -> Value:

@@ -20,14 +20,12 @@ TAKEN: tuple[KnownFrom, ...] = ("inferred", "assumed")
 """Sources of values that nobody says: what somebody does say outweighs them."""
 Source: TypeAlias = Literal["file", "given", "inferred", "assumed", "unknown"]
 """How a fact is known, the strongest first."""
-OPTIMIZER, BEYOND, SCALED, DIALECT, ORDER, PIECES = (
-    "optimizer",
-    "beyond",
-    "scaled",
-    "class",
-    "order",
-    "pieces",
-)
+OPTIMIZER = "optimizer"
+BEYOND = "beyond"
+SCALED = "scaled"
+DIALECT = "class"
+ORDER = "order"
+PIECES = "pieces"
 """Names of facts: which optimizer it is, what it does besides its schema's steps, how a map scaled a group, whose class
 has its form, in which order an optimizer numbers its parameters, and that it moved pieces of them."""
 COUNT = "count"

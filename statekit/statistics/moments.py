@@ -121,10 +121,8 @@ def _adam(
     if schema == "lamb":
         direction, equation = first / divisor, "x = m̂ / D"
         if hyper.weight_decay_rate is not None and form.get("weight_decay_place") == "in_direction":
-            direction, equation = (
-                direction + hyper.weight_decay_rate * place.param,
-                "x = m̂ / D + weight_decay p",
-            )
+            direction = direction + hyper.weight_decay_rate * place.param
+            equation = "x = m̂ / D + weight_decay p"
     corrections = {"m": c1, "v": c2} if corrects else None
     return Moments(second, formula, divisor, text, epsilon**2, first, corrections, direction, equation)
 
@@ -203,11 +201,9 @@ def _scaled_adam(place: ParameterStep) -> Moments | None:
     if "exp_avg_sq" not in place.slots:
         return None
     hyper = scaled_adam.settle(place.group, place.path, place.rule, place.variant)
-    form, v, beta2 = (
-        variant_constants("scaled_adam", place.variant),
-        place.slots["exp_avg_sq"],
-        hyper.betas[1],
-    )
+    form = variant_constants("scaled_adam", place.variant)
+    v = place.slots["exp_avg_sq"]
+    beta2 = hyper.betas[1]
     is_scalar = place.param.size == 1
     c2 = _correction(beta2, place.updates)
     corrects = place.updates - 1 < corrected_updates(beta2) or (

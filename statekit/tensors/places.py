@@ -114,10 +114,8 @@ class Reordered(_Along):
 
     def _places(self, start: int, stop: int) -> _Places:
         places = np.zeros(stop - start, np.int64)
-        rest, strides = (
-            np.arange(start, stop),
-            [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))],
-        )
+        rest = np.arange(start, stop)
+        strides = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
         for i in reversed(self.order):
             rest, digit = np.divmod(rest, self.sizes[i])
             places += digit * strides[i]

@@ -338,11 +338,9 @@ def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step:
         believed = subject.belief(update, before) if not first else start
         stepped = store(xp, step(believed, load(xp, believed), update), believed)
         bound = bounded(before, load(bounds, before), update)
-        old, got, interval = (
-            tensors_of(before),
-            tensors_of(stepped),
-            named(bound.params, bound.slots, bound.shared),
-        )
+        old = tensors_of(before)
+        got = tensors_of(stepped)
+        interval = named(bound.params, bound.slots, bound.shared)
         for (path, name), recorded in tensors_of(after).items():
             if (path, name) not in got:
                 raise StateError(

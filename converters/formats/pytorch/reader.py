@@ -558,11 +558,9 @@ def _storage(archive: Archive, root: str, swapped: bool, storages: dict[str, Sto
         )
     storage = storages.get(key)
     if storage is None:
-        fetch, checksum, account = (
-            partial(archive.read, name),
-            ZIP if member.crc else "",
-            archive.source.account,
-        )
+        fetch = partial(archive.read, name)
+        checksum = ZIP if member.crc else ""
+        account = archive.source.account
         crc = member.crc or None
         storage = Storage(f"data/{key}", place, dtype, size, fetch, swapped, checksum, account, crc)
         storages[key] = storage

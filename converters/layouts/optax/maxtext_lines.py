@@ -16,12 +16,10 @@ from statekit.state.schema import load_schema
 
 _MODULE = "python3 -m maxtext.trainers.pre_train.train"
 _FOLDER = "checkpoints"
-_DECAY, _MASK, _CLIP, _RATE = (
-    "weight_decay_rate",
-    "exclude_from_weight_decay",
-    "global_norm_clip_threshold",
-    "learning_rate",
-)
+_DECAY = "weight_decay_rate"
+_MASK = "exclude_from_weight_decay"
+_CLIP = "global_norm_clip_threshold"
+_RATE = "learning_rate"
 _THRESHOLD = "gradient_clipping_threshold"
 _TYPES = {"maxtext": "adamw", "maxtext_pax": "adam_pax"}
 """Variant -> MaxText's opt_type."""

@@ -228,10 +228,8 @@ def _by_structure(core: CoreLink) -> tuple[tuple[str, ...], str]:
         names = _BY_LENGTH[len(behind)]
         because = f"{len(behind)} link{'s stand' if len(behind) > 1 else ' stands'} behind Adam"
     if _has_own_dtype(core.link):
-        names, because = (
-            tuple(name for name in names if ALIASES[name].mu_dtype),
-            f"{because}; mu has a dtype of its own",
-        )
+        names = tuple(name for name in names if ALIASES[name].mu_dtype)
+        because = f"{because}; mu has a dtype of its own"
     return names, because
 
 

@@ -75,11 +75,9 @@ def _exponential(arguments: Mapping[str, Any], base: float | None) -> Told:
 def _cosine(arguments: Mapping[str, Any], base: float | None) -> Told:
     if why := fault(arguments, ["init_value", "decay_steps", "alpha", "exponent"]):
         return why
-    start, steps, end = (
-        arguments["init_value"],
-        arguments["decay_steps"],
-        arguments["init_value"] * arguments["alpha"],
-    )
+    start = arguments["init_value"]
+    steps = arguments["decay_steps"]
+    end = arguments["init_value"] * arguments["alpha"]
     if arguments["exponent"] != 1 or steps <= 0:
         return (
             "its exponent isn't 1, which no other schedule has" if steps > 0 else "it decays for no updates"

@@ -85,10 +85,8 @@ class FastLamb:
         from statekit.torch.fast import numba_kernels
 
         hyper, params = s.hyper, items[0]
-        loops, sums = (
-            Items.of(items, (params[0].numel() // cuts,)),
-            params[0].new_empty((len(params), cuts, 2)),
-        )
+        loops = Items.of(items, (params[0].numel() // cuts,))
+        sums = params[0].new_empty((len(params), cuts, 2))
         corrections, w = (1.0 / c1, 1.0 / c2, hyper.epsilon), hyper.weight_decay_rate or 0.0
         betas = hyper.beta1, 1.0 - hyper.beta1, hyper.beta2, 1.0 - hyper.beta2
         loops.run(numba_kernels.lamb_moments, sums.view(-1, 2), w, *betas, *corrections)

@@ -100,10 +100,8 @@ class FastLans:
         from statekit.torch.fast import numba_kernels
 
         hyper, params = s.hyper, items[0]
-        loops, sums = (
-            Items.of(items, (params[0].numel() // cuts,)),
-            params[0].new_empty((len(params), cuts, 3)),
-        )
+        loops = Items.of(items, (params[0].numel() // cuts,))
+        sums = params[0].new_empty((len(params), cuts, 3))
         scaling, corrections = (hyper.rescale_grad, s.wd), (1.0 / c1, 1.0 / c2, hyper.epsilon)
         weights = (s.first.old, s.first.new, s.second.old, s.second.new)
         by_norm = params[0].new_ones(len(params) * cuts)

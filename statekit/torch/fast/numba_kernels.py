@@ -265,12 +265,10 @@ def scaled_adam_params(
 ) -> None:  # fmt: skip
     """Moves parameters p and their slots by the clipped gradient g, times the size, and by the growth, both (item,)."""
     for item in range(start, stop):
-        p, g, delta, v = (
-            _at(ps[item], shape),
-            _at(gs[item], shape),
-            _at(deltas[item], shape),
-            _at(vs[item], shape),
-        )
+        p = _at(ps[item], shape)
+        g = _at(gs[item], shape)
+        delta = _at(deltas[item], shape)
+        v = _at(vs[item], shape)
         size, growth = sizes[item], growths[item]
         for i in range(len(g)):
             x = clip * g[i]
