@@ -19,7 +19,6 @@ _FOLDER = "checkpoints"
 _DECAY = "weight_decay_rate"
 _MASK = "exclude_from_weight_decay"
 _CLIP = "global_norm_clip_threshold"
-_RATE = "learning_rate"
 _THRESHOLD = "gradient_clipping_threshold"
 _TYPES = {"maxtext": "adamw", "maxtext_pax": "adam_pax"}
 """Variant -> MaxText's opt_type."""
