@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import threading
+import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -340,6 +341,31 @@ def test_a_process_that_needs_half_of_each_tensor_gets_little_more(is_proven: bo
                 source.read(at, half)
     fetched = sum(count for _, _, count in counting.reads)
     assert fetched <= 2 * 2**26 if is_proven else fetched == 2**25
+
+
+def test_a_request_ahead_that_failed_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: who tried again got the errors of requests that had failed before."""
+    tree = MemoryTree({"x": bytes(2**27)})
+    read_into, fails = tree.read_into, [False]
+
+    def read(facts: Facts, start: int, into: memoryview) -> None:
+        if fails[0]:
+            raise CorruptError("The store is away.")
+        read_into(facts, start, into)
+
+    monkeypatch.setattr(tree, "read_into", read)
+    with Files() as files:
+        source = files.source(StoredPlace(ReadAhead(tree), PurePosixPath("x")))
+        for start in range(0, 2**25, 2**23):
+            source.read(start, 2**23)
+        fails[0] = True
+        with pytest.raises(CorruptError):
+            for start in range(2**25, 2**27, 2**23):
+                source.read(start, 2**23)
+        time.sleep(0.05)
+        fails[0] = False
+        for start in range(2**25, 2**27, 2**23):
+            assert not source.read(start, 2**23).any()
 
 
 def test_a_page_now_and_then_is_not_taken_for_a_tensor() -> None:

@@ -195,6 +195,7 @@ def test_what_is_not_in_a_bucket_is_said_to_be_missing(store: Served) -> None:
         statekit.inspect("s3://bucket/gone")
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX warns of a fork, where another test has used it
 @pytest.mark.parametrize("is_anew", [False, True])
 def test_a_fork_of_a_process_that_asked_a_store_is_refused_and_does_not_hang(
     is_anew: bool, store: Served

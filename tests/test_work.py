@@ -31,6 +31,8 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.files.manifest import FILE
+from statekit.files.store import ListedTree
+from statekit.files.tree import Facts
 from statekit.scale import folder, parts, running
 from statekit.scale.engine import Outcome, Pool, Processes, carry_out, shard
 from statekit.scale.work import Work, split
@@ -444,8 +446,16 @@ def test_a_store_that_denies_or_changes_fails_the_task_alone(
             )
         planned_ = statekit.plan("s3://bucket/run", tmp_path / "there", to="safetensors", require="lossy")
         split(planned_, tmp_path / "work", 2**24).close()
+        fetched, read_into = [0], ListedTree.read_into
+
+        def counted(tree: ListedTree, facts: Facts, start: int, into: memoryview) -> None:
+            fetched[0] += len(into)
+            read_into(tree, facts, start, into)
+
+        monkeypatch.setattr(ListedTree, "read_into", counted)
         with Work(tmp_path / "work") as work:
             work.run(0)
+            assert fetched[0] <= 12 * 2**20 + 2**17  # nothing of the next task
             served.fault = "denied"  # as when credentials expire in a long job
             with pytest.raises(FormatError, match="AWS_ACCESS_KEY_ID") as caught:
                 work.run(1)

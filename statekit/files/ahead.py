@@ -79,6 +79,7 @@ class ReadAhead:
         self._scattered: set[str] = set()
         self._lock = threading.Lock()
         self._process = os.getpid()
+        self._left: int | None = None
 
     @property
     def place(self) -> str:
@@ -102,6 +103,8 @@ class ReadAhead:
             part = window.data[start - window.start :][: len(into)]
             into[: len(part)] = part
             start, into = start + len(part), into[len(part) :]
+            with self._lock:
+                self._left = None if self._left is None else max(0, self._left - len(part))
 
     def recheck(self, facts: Facts) -> None:
         """Asks the store once more whether a file is the one that was listed.
@@ -126,6 +129,10 @@ class ReadAhead:
             for at in range(start, stop, REQUEST_BYTES)
         )
         list(self._threads.map(read, pieces))
+
+    def expect(self, count: int | None) -> None:
+        """Has no more asked for ahead than so many bytes, which are all that will be read from now on; None: any."""
+        self._left = count
 
     def expect_scattered(self, facts: Facts) -> None:
         """Has a reader who leaves out less than a request has in a file count as one who reads in order."""
@@ -193,7 +200,7 @@ class ReadAhead:
             wanted = max(2 * run.size, 4 * count if count >= _AHEAD else 0)
             run.size, first = min(wanted, start - run.begin + 2 * count, _MOST), start
         if run.size >= _AHEAD:
-            window = self._next(facts, run, start)
+            window = self._next(facts, run, start, count)
         else:
             stop = min(max(first + run.size, start + count), first + _MOST, facts.size)
             if facts.size <= _WHOLE:
@@ -203,17 +210,21 @@ class ReadAhead:
         self._keep(facts.name, window)
         return window
 
-    def _next(self, facts: Facts, run: _Run, start: int) -> _Window:
+    def _next(self, facts: Facts, run: _Run, start: int, needed: int) -> _Window:
         """Waits for the block of a run with a byte in it, and asks for what comes behind."""
-        if not any(first <= start < first + count for first, (count, _) in run.coming.items()):
+        covers = any(first <= start < first + count for first, (count, _) in run.coming.items())
+        if not covers or any(_has_failed(future) for _, future in run.coming.values()):
             self._forget(facts.name, run)
             run.stop = start
-        stop = min(start + run.size, facts.size)
+        left = facts.size if self._left is None else max(self._left, needed)
+        stop = min(start + min(run.size, left), facts.size)
         while (at := self._past(facts.name, run.stop, stop)) < stop:
             count = min(REQUEST_BYTES, stop - at)
             run.coming[at] = count, self._threads.submit(self._read_once, facts, at, count)
             run.stop = at + count
-        first = max(first for first in run.coming if first <= start)
+        first = next((at for at, (count, _) in run.coming.items() if at <= start < at + count), None)
+        if first is None:  # it came meanwhile, by a request that was given up
+            return self._at(facts.name, start) or _Window(start, self._read(facts, start, needed))
         for passed in [other for other in run.coming if other < first]:
             self._leave(facts.name, passed, run.coming.pop(passed)[1])
         return _Window(first, run.coming.pop(first)[1].result())
@@ -228,7 +239,7 @@ class ReadAhead:
         """Gives up a request; what is on its way already is kept when it comes."""
 
         def keep(future: Future[memoryview]) -> None:
-            if not future.cancelled() and future.exception() is None:
+            if not future.cancelled() and not _has_failed(future):
                 self._keep(name, _Window(start, future.result()))
 
         if not future.cancel():
@@ -294,6 +305,11 @@ def joined(runs: Iterable[tuple[int, int]], size: int, gap: int = _FIRST) -> lis
         elif start < stop:
             wanted.append((start, stop))
     return wanted
+
+
+def _has_failed(future: Future[memoryview]) -> bool:
+    """Tells whether a request failed, which may be asked for again."""
+    return future.done() and not future.cancelled() and future.exception() is not None
 
 
 def _goes_on(run: _Run, start: int, gap: int) -> bool:

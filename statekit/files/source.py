@@ -201,6 +201,12 @@ def bring(source: Source, runs: Iterable[tuple[int, int]]) -> None:
             tree.bring(cast(Facts, source.identity), runs)
 
 
+def expect_reads(place: Place, count: int | None) -> None:
+    """Says how many bytes will be read of a checkpoint from now on, of which a store gives no more; None: any."""
+    if isinstance(place, StoredPlace) and isinstance(place.tree, ReadAhead):
+        place.tree.expect(count)
+
+
 class Counts:
     """Small values of a file, as optimizers' counts are, which lie between its tensors: who reads one reads the others.
 

@@ -19,7 +19,7 @@ from statekit.files.durable import sync_folder, writing
 from statekit.files.homes import LocalHome
 from statekit.files.integrity import check_no_damage, prove_files
 from statekit.files.sections import Section
-from statekit.files.source import Files, walked
+from statekit.files.source import Files, expect_reads, walked
 from statekit.files.stage import Progress, Stage
 from statekit.files.tree import Place
 from statekit.pipeline import job
@@ -27,7 +27,7 @@ from statekit.scale.folder import Opened, WorkFolder
 from statekit.scale.parts import PartRecord, publish
 from statekit.scale.progress import Attempt
 from statekit.scale.tasks import FILE, Task
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import Tensor, nbytes
 
 
 def run(work: WorkFolder, number: int) -> PartRecord:
@@ -64,9 +64,13 @@ def _write(opened: Opened, task: Task, folder: Path, attempt: Attempt) -> dict[s
     sections = [opened.sections[name] for name in task.names]
     with writing(folder):
         (folder / target.name).mkdir(parents=True)
+    tensors = {name: tensor for section in sections for name, tensor in section.tensors.items()}
     home = LocalHome(folder / target.name, Path(target), "folder")
     stage = Stage(home, task.bytes, _on_progress=attempt.tell, _budget=prepared.opened.budget)
-    stage.expect({name: tensor for section in sections for name, tensor in section.tensors.items()})
+    stage.expect(tensors)
+    # The next task is seldom of the next bytes, and a process that ends waits for what it has asked for.
+    is_known = tensors.keys() <= opened.passed.keys()
+    expect_reads(prepared.opened.checkpoint.path, sum(map(nbytes, tensors.values())) if is_known else None)
     with prepared.joining():
         records = {section.name: section.write(stage) for section in sections}
     checkpoint = prepared.opened.checkpoint
