@@ -296,11 +296,10 @@ def _run(run: RunState) -> Iterator[str]:
         yield f"schedule {kind}{whose}{at}{': ' * bool(given)}{given}{_as_rates(schedule)} @ {schedule.place}"
     for part in run.parts:
         content = part.value
-        plain = (
-            ", ".join(f"{k}={v!r:.60}" for k, v in content.items())
-            if isinstance(content, Mapping)
-            else f"{content!r:.60}"
-        )
+        if isinstance(content, Mapping):
+            plain = ", ".join(f"{k}={v!r:.60}" for k, v in content.items())
+        else:
+            plain = f"{content!r:.60}"
         yield f"{part.what}{f': {plain}' if content is not None and plain else ''} @ {part.place}"
     yield from (f"tied: {name} is {path}" for name, path in run.ties.items())
 

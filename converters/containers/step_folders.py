@@ -268,11 +268,9 @@ def _yaml_beside(step: Place, files: Files) -> dict[str, Any]:
     for path in (folder / "config.yml" for folder in (step, step.parent, run)):
         if path.is_file():
             values = flat_yaml(read_text(path, files))
-            return (
-                {"file": str(path), "values": values}
-                if {"opt_type", "decoder_block"} <= values.keys()
-                else {}
-            )
+            if {"opt_type", "decoder_block"} <= values.keys():
+                return {"file": str(path), "values": values}
+            return {}
     return {}
 
 

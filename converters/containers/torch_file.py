@@ -111,13 +111,12 @@ class TorchFile:
         with opening(path, budget) as files:
             ranks = find_ranks(path, step) if path.is_dir() else None
             halves = find_halves(path, step) if path.is_dir() and ranks is None else None
-            opened = (
-                _open_ranks(path, ranks, files)
-                if ranks
-                else _open_halves(path, halves, files)
-                if halves
-                else _with_replicas(open_torch(path, files))
-            )
+            if ranks:
+                opened = _open_ranks(path, ranks, files)
+            else:
+                opened = (
+                    _open_halves(path, halves, files) if halves else _with_replicas(open_torch(path, files))
+                )
             return replace(opened, on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:

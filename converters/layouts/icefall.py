@@ -80,11 +80,9 @@ class Icefall:
         if not any(parts.state.values()):
             return Evidence(22, "an optimizer with scalar_lr_scale, before its first update")
         has_delta = any({"delta", "exp_avg_sq"} <= record.keys() for record in parts.state.values())
-        return (
-            Evidence(20, "delta and exp_avg_sq under an optimizer with scalar_lr_scale")
-            if has_delta
-            else None
-        )
+        if has_delta:
+            return Evidence(20, "delta and exp_avg_sq under an optimizer with scalar_lr_scale")
+        return None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state, each batch split into its members."""

@@ -47,11 +47,9 @@ class Typed:
 
     def held(self, dtype: str) -> Value:
         """Returns the value as an operation of some dtype takes it."""
-        return (
-            self.xp.inner.rounded(self.value, self.dtype)
-            if self.exact and dtype == self.dtype
-            else self.value
-        )
+        if self.exact and dtype == self.dtype:
+            return self.xp.inner.rounded(self.value, self.dtype)
+        return self.value
 
     def __neg__(self) -> Typed:
         return replace(self, value=-self.value)

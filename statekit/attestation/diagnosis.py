@@ -63,11 +63,9 @@ class _Diagnosis:
             for difference in self._all
             if difference.what == aspect and not difference.place.startswith("extra/")
         ]
-        return (
-            differences
-            if slots is None
-            else [difference for difference in differences if bool(difference.item) == slots]
-        )
+        if slots is None:
+            return differences
+        return [difference for difference in differences if bool(difference.item) == slots]
 
     def _of_beside(self) -> Iterator[Finding]:
         """Yields what differs of tensors that are no parameters and no slots."""

@@ -268,11 +268,9 @@ class CheckpointRef:
                     remedy=meant(name, declared),
                 )
         given = {name: value for name, value in options.items() if value is not None}
-        return (
-            replace(source, **given)
-            if isinstance(source, CheckpointRef)
-            else cls(checkpoint_place(source), **given)
-        )
+        if isinstance(source, CheckpointRef):
+            return replace(source, **given)
+        return cls(checkpoint_place(source), **given)
 
     def at(
         self, path: Place, *, container: str | None = None, layout: str | None = None, step: int | None = None
@@ -364,11 +362,9 @@ class CheckpointRef:
         ]
 
     def _words(self, declared: Option, value: Any) -> list[str]:
-        return (
-            [declared.flag, self.files[declared.name]]
-            if declared.name in self.files
-            else declared.words(value)
-        )
+        if declared.name in self.files:
+            return [declared.flag, self.files[declared.name]]
+        return declared.words(value)
 
     def job_budget(self) -> Budget:
         """Returns a new budget for the job that opens this checkpoint."""

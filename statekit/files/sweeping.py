@@ -87,11 +87,9 @@ def _unreadable(objects: Objects, target: str) -> list[Left]:
     """Returns the claims beside a target that do not name it. What they claim is unknown, so all objects stay."""
     names = [*filter(is_claim, objects.below(work_of(target)))]
     why = f"{', '.join(names)} isn't a claim of it: look who put it there, and delete it"
-    return (
-        [Left(f"{objects.place}/{target}", "unknown", "kept", why, len(objects.below(target)))]
-        if names
-        else []
-    )
+    if names:
+        return [Left(f"{objects.place}/{target}", "unknown", "kept", why, len(objects.below(target)))]
+    return []
 
 
 def _idle(claim: Claim, there: Mapping[str, Facts]) -> float:

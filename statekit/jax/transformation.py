@@ -99,11 +99,10 @@ class OptimizerSpec:
         faults = Faults()
         names = list(shapes)
         groups = by_name(self.known, self.variant, self.settings, names, faults)
-        rules = (
-            factor_rules(self.known, self.variant, self.settings, shapes, faults)
-            if self.rules is None
-            else {path: self.rules[path] for path in names if path in self.rules}
-        )
+        if self.rules is None:
+            rules = factor_rules(self.known, self.variant, self.settings, shapes, faults)
+        else:
+            rules = {path: self.rules[path] for path in names if path in self.rules}
         refuse_by_name(self.known, faults)
         group = Group(tuple(names), {name: value for name, value in groups.items() if name != FACTOR_MAP})
         return GroupPlan(group, settled_group(self.steps, group, rules, self.variant), rules)

@@ -52,11 +52,9 @@ def _optax_value(rate_piece: Piece, begins: int) -> str:
         code = f"{named}({count})"
     else:
         code = _formula(rate_piece, f"({count})" if shift else count, _JAX)
-    return (
-        code
-        if n.get("floor") is None or _takes_floor(rate_piece)
-        else f"{JAX_NUMPY}maximum({code}, {n['floor']!r})"
-    )
+    if n.get("floor") is None or _takes_floor(rate_piece):
+        return code
+    return f"{JAX_NUMPY}maximum({code}, {n['floor']!r})"
 
 
 def _optax_named(rate_piece: Piece) -> str | None:

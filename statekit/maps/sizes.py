@@ -68,11 +68,9 @@ class Replicate(OfEach):
         return tensor if at is None else Repeated(tensor, sum(i < at for i in kept), self.count)
 
     def __str__(self) -> str:
-        return (
-            f"one of {self.count} copies"
-            if self.axis is None
-            else f"{self.count} copies along axis {self.axis}"
-        )
+        if self.axis is None:
+            return f"one of {self.count} copies"
+        return f"{self.count} copies along axis {self.axis}"
 
 
 @dataclass(frozen=True)

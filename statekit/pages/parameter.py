@@ -59,15 +59,13 @@ def _cells(
     unit = called if unit == f"|{called}|" else unit
     mean = f"mean of each {per_bar} values" if per_bar > 1 else unit
     caption = f"{formula}; {mean}" if formula else mean
-    return (
-        [
+    if len(values) > 1:
+        return [
             charts.bars(
                 f"{called}, value by value", caption, unit, "index", values, each=per_bar, first=first[1]
             )
         ]
-        if len(values) > 1
-        else []
-    )
+    return []
 
 
 def of_figure(figure: Mapping[str, Any]) -> Plot | None:

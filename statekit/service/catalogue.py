@@ -528,11 +528,10 @@ def decoded_cursor(cursor: str, text: bool) -> tuple[Any, int]:
     except (ValueError, TypeError, RecursionError):
         value, number = None, None
     # Half a character is in no row, and the database takes none.
-    fits = (
-        isinstance(value, str) and value.isprintable()
-        if text
-        else isinstance(value, int | float) and not isinstance(value, bool)
-    )
+    if text:
+        fits = isinstance(value, str) and value.isprintable()
+    else:
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
     if (
         not fits
         or type(number) is not int

@@ -132,11 +132,9 @@ def _why_not(columns: Mapping[str, Any]) -> str:
         return str(columns["unreadable"])
     if columns["resumable"]:
         numbered = columns.get("undecoded")
-        return (
-            f"its own system goes on; others need names, or the model's config: {numbered}"
-            if numbered
-            else ""
-        )
+        if numbered:
+            return f"its own system goes on; others need names, or the model's config: {numbered}"
+        return ""
     if columns.get("undecoded"):
         is_listed = columns.get("layout") is None
         return f"{columns['undecoded']}{' `statekit inspect` lists its tensors' if is_listed else ''}"

@@ -210,11 +210,10 @@ def _scaled_adam(place: ParameterStep) -> Moments | None:
         is_scalar and form["scalar_bias_correction"] == "always"
     )
     second = v / c2 if corrects else v
-    text = (
-        f"v̂ = exp_avg_sq / (1 - beta2^k), k = {place.updates}"
-        if corrects
-        else "v̂ = exp_avg_sq, as 1 - beta2^k ≥ 0.99"
-    )
+    if corrects:
+        text = f"v̂ = exp_avg_sq / (1 - beta2^k), k = {place.updates}"
+    else:
+        text = "v̂ = exp_avg_sq, as 1 - beta2^k ≥ 0.99"
     root = np.sqrt(second) + hyper.eps
     if is_scalar:
         divisor, formula = root / hyper.scalar_lr_scale, "D = (sqrt(v̂) + eps) / scalar_lr_scale"

@@ -64,11 +64,9 @@ class Squeezed(OfOne):
     def parts(self) -> tuple[Index, ...] | None:
         """The blocks that this process has, in the new axes, where the values are spread over several; else None."""
         parts = parts_of(self.tensor)
-        return (
-            None
-            if parts is None
-            else tuple(self._moved(part) for part in parts if 0 not in index_shape(part))
-        )
+        if parts is None:
+            return None
+        return tuple(self._moved(part) for part in parts if 0 not in index_shape(part))
 
     def _moved(self, part: Index) -> Index:
         long = iter(cut for cut, n in zip(part, self.tensor.shape, strict=True) if n != 1)

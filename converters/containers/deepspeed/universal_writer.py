@@ -244,11 +244,9 @@ def _write_optimizer(optimizer: Mapping[str, Any], engine: dict[str, Any], prefi
     tensors = {"optimizer_state_dict", "param_groups"}  # which lie elsewhere in the tree, too
 
     def stream(name: str, tensor: Tensor) -> Iterable[memoryview]:
-        return (
-            _again(name, tensor)
-            if name.partition("/")[0] in tensors
-            else stage.stream(f"{_ENGINE}/{name}", tensor)
-        )
+        if name.partition("/")[0] in tensors:
+            return _again(name, tensor)
+        return stage.stream(f"{_ENGINE}/{name}", tensor)
 
     rest = {"ds_version": _VERSION, **engine, "optimizer_state_dict": base, "param_groups": groups}
     _write(stage, f"{prefix}{UNIVERSAL}/optimizer_state.pt", rest, stream)

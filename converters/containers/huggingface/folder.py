@@ -454,11 +454,9 @@ class HuggingFaceFolder:
             folder = self._locate(path, None)
         except (OSError, StatekitError):
             return None
-        return (
-            None
-            if folder is None
-            else Evidence(self.specificity, f"{folder.path} has {self.fits(folder.path)}")
-        )
+        if folder is None:
+            return None
+        return Evidence(self.specificity, f"{folder.path} has {self.fits(folder.path)}")
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses headers and pickles; of a run's folder, the newest step's or the given one's."""

@@ -188,11 +188,10 @@ def open_averages(folder: Place, files: Files) -> dict[str, dict[str, Tensor]]:
 
 def _models_below(folder: Place) -> Iterator[tuple[Place, str]]:
     for entry in listing(folder):
-        name = (
-            find_model(entry)
-            if entry.is_dir() and not re.search(rf"^{SHARDED_OPTIMIZER}(_\d+)?$", entry.name)
-            else None
-        )
+        if entry.is_dir() and not re.search(rf"^{SHARDED_OPTIMIZER}(_\d+)?$", entry.name):
+            name = find_model(entry)
+        else:
+            name = None
         if name is not None:
             yield entry, name
 

@@ -135,11 +135,7 @@ def read_metadata(data: bytes, place: str, account: Account | None = None) -> St
     reading.faults.check(CorruptError, "The metadata contradicts itself", place=place)
     version = whole.get("version")
     return StoredContents(
-        tensors,
-        objects,
-        paths,
-        version if isinstance(version, str) else None,
-        pickled.notes,
+        tensors, objects, paths, version if isinstance(version, str) else None, pickled.notes
     )
 
 
@@ -148,11 +144,10 @@ def _whole(record: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(record, Record) or record.name != _MEGATRON or not isinstance(record.state, dict):
         return _fields(record, "Metadata", place)
     megatron_data = record.state.get("mcore_data")
-    flattened = (
-        [key for key, is_flattened in megatron_data.items() if is_flattened]
-        if isinstance(megatron_data, dict)
-        else []
-    )
+    if isinstance(megatron_data, dict):
+        flattened = [key for key, is_flattened in megatron_data.items() if is_flattened]
+    else:
+        flattened = []
     if flattened:
         raise RefusedError(
             "Tensors were flattened before they were cut, as Megatron-Core did before 0.16.",

@@ -48,11 +48,9 @@ def modern_name(module: str, name: str) -> str:
 
 def shown(text: object) -> str:
     """Returns text from a file as it may stand in a message: short, and without control characters."""
-    return (
-        re.sub(r"[^ -~]", "?", str(text)[:100])
-        if isinstance(text, (str, int, Exception))
-        else type(text).__name__
-    )
+    if isinstance(text, (str, int, Exception)):
+        return re.sub(r"[^ -~]", "?", str(text)[:100])
+    return type(text).__name__
 
 
 def kept(name: str) -> Call:

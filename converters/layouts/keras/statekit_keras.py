@@ -335,11 +335,10 @@ def _assumed(
     if rate is not None:
         usual, origins = {**usual, _rate_name(schema): rate}, {**origins, _rate_name(schema): "file"}
     variants = ", ".join(load_schema(schema).stepped)
-    note = (
-        f"The file doesn't say which variant ran: {variants}. Name it with --variant."
-        if variant is None
-        else f"The file holds no config; assumed: {assumed}."
-    )
+    if variant is None:
+        note = f"The file doesn't say which variant ran: {variants}. Name it with --variant."
+    else:
+        note = f"The file holds no config; assumed: {assumed}."
     return (Group(paths, usual, origins), (schema, variant)), note
 
 

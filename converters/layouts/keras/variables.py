@@ -152,11 +152,10 @@ def _layer_name(node: Mapping[str, Any], place: Place, config: Any) -> str | Non
 def _own_variables(node: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str, Tensor]]:
     """Yields key, name and values of a layer's own variables; their numbers where its class doesn't tell names."""
     group = node.get(VARIABLES)
-    tensors = (
-        {key: leaf for key, leaf in group.items() if isinstance(leaf, Tensor)}
-        if isinstance(group, Mapping)
-        else {}
-    )
+    if isinstance(group, Mapping):
+        tensors = {key: leaf for key, leaf in group.items() if isinstance(leaf, Tensor)}
+    else:
+        tensors = {}
     names = _called(_kind(place), len(tensors)) or list(tensors)
     for (key, tensor), name in zip(tensors.items(), names, strict=True):
         yield key, name, tensor

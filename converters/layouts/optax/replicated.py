@@ -29,11 +29,9 @@ def as_one(tree: Tree) -> Tree:
 def note_of(tree: Tree) -> str:
     """Returns that leaves have copies, in a sentence; "" where they have none."""
     copies = copies_of(tree)
-    return (
-        f"Every leaf has {copies} copies, one for each device of a jax.pmap: they are read as one."
-        if copies
-        else ""
-    )
+    if copies:
+        return f"Every leaf has {copies} copies, one for each device of a jax.pmap: they are read as one."
+    return ""
 
 
 def copies_of(tree: Tree) -> int | None:

@@ -351,11 +351,9 @@ def shaped_order(
     names = _names_by_shape(groups, model, is_sorted, remedy)
     several = sum(len(some) for some in names.values() if len(some) > 1)
     if is_sorted or not several:
-        return (
-            _taken(_in_turn_of(groups, names), several, "their layers")
-            if several
-            else Order(_in_turn_of(groups, names))
-        )
+        if several:
+            return _taken(_in_turn_of(groups, names), several, "their layers")
+        return Order(_in_turn_of(groups, names))
     orders = {source: [*model], f"the alphabet, as the shapes of {source} stand": sorted(model)}
     for whose, in_order in orders.items():
         order = _in_turn_of(groups, names, in_order)

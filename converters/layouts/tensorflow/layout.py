@@ -335,11 +335,10 @@ class TensorFlow1:
         return {**slots, "v_row": slots["v_col"], "v_col": slots["v_row"]}
 
     def _usual(self, rule: Rule, shape: Shape) -> tuple[Axis, ...]:
-        stacked = (
-            rule.dims(Axis.BATCH)
-            if "stacked_dim_names" in load_schema(self.schema).variant(self.makers[0])["defaults"]
-            else ()
-        )
+        if "stacked_dim_names" in load_schema(self.schema).variant(self.makers[0])["defaults"]:
+            stacked = rule.dims(Axis.BATCH)
+        else:
+            stacked = ()
         return by_shape(self._form(None), shape, rule.factored, 0, stacked)
 
     def _dtype_faults(self, slots: Mapping[str, Tensor], dtype: str) -> Iterator[str]:

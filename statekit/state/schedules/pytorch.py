@@ -214,11 +214,10 @@ def _own_warmup(base: float, arguments: Mapping[str, Any], warm: int, steps: int
             if least is None:
                 return None
             first = base * special.get("warmup_lr_rate", 1 / max(warm, 1))
-            warmup = (
-                piece("linear", start=first, end=base, steps=warm - 1)
-                if warm > 1
-                else piece("constant", rate=first)
-            )
+            if warm > 1:
+                warmup = piece("linear", start=first, end=base, steps=warm - 1)
+            else:
+                warmup = piece("constant", rate=first)
             half = steps / (2 * special.get("num_cycles", 0.5))
             cosine = piece("cosine", warm, warm - 1, start=base, end=least, steps=half)
             return (warmup, cosine) if warm else (cosine,)
