@@ -6,6 +6,7 @@ values. `reads` is True for one that isn't refused, but has to be read within th
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import struct
@@ -862,6 +863,19 @@ def _ocdbt_shared(folder: Path) -> Path:
     return path
 
 
+@bomb("OCDBT: a manifest of 65 kB that says 2^28 files", quick=True)
+def _ocdbt_files(folder: Path) -> Path:
+    import zstandard
+
+    path = orbax_tensors(folder, 1)
+    packed = zstandard.ZstdCompressor().compressobj()
+    payload = packed.compress(bytes(16) + b"\0\x64\x80\x80\x80\x04\x04\0" + b"\xff\xff\xff\x7f")
+    payload += b"".join(packed.compress(bytes(2**24)) for _ in range(128)) + packed.flush()
+    data = b"\x0c\xdb\x3a\x2a" + struct.pack("<Q", len(payload) + 18) + b"\0\1" + payload
+    (path / "default" / "manifest.ocdbt").write_bytes(data + struct.pack("<I", crc32c(data)))
+    return path
+
+
 @bomb("OCDBT: 700 arrays, each with the same header of 1 MB")
 def _ocdbt_headers(folder: Path) -> Path:
     path = orbax_tensors(folder, 700)
@@ -958,6 +972,16 @@ def _npz(folder: Path) -> Path:
     head = b"{'descr': '<f4', 'fortran_order': False, 'shape': (17592186044416,), }".ljust(117) + b"\n"
     array = b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head
     return deflated(folder / "a.params", {"w.npy": (array, None)})
+
+
+@bomb("npz: 1500 deflated arrays of a MiB of zeros", "check")
+def _npz_deflated(folder: Path) -> Path:
+    data = io.BytesIO()
+    np.save(data, np.zeros(2**18, np.float32))
+    with zipfile.ZipFile(folder / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(1500):
+            archive.writestr(f"params/{number}.npy", data.getvalue())
+    return folder / "a.npz"
 
 
 @bomb("npz: a header of 60 MB", quick=True)
