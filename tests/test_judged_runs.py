@@ -465,3 +465,38 @@ def test_the_neutral_folder_of_a_rule_that_nothing_steps_says_how_its_own_system
     updated(model, optimizer, 3, 4)
     updated(fresh, program["optimizer"], 3, 4)
     assert all(map(torch.equal, values(fresh), values(model)))
+
+
+@pytest.mark.parametrize("fault", ["", "slots", "rate"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_right_resume_of_ultralytics_passes_with_a_frozen_parameter_in_its_optimizer(
+    name: str, fault: str, tmp_path: Path
+) -> None:
+    """Its files have an average in half precision for weights, and slots in half precision.
+
+    Source: ultralytics/ultralytics ultralytics/engine/trainer.py, `save_model`, and utils/torch_utils.py,
+    `convert_optimizer_state_dict_to_fp16`.
+    """
+    model, path = Net(), tmp_path / "last.pt"
+    model.norm.weight.requires_grad_(False)  # as dfl's convolution
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in model.parameters() if param.ndim == 1], "weight_decay": 0.0},
+        {"params": [param for param in model.parameters() if param.ndim == 2], "weight_decay": 5e-4},
+    ]
+    optimizer = torch.optim.AdamW(groups) if name == "AdamW" else torch.optim.SGD(groups, momentum=0.9)
+    updated(model, optimizer, 1, 2)
+    state = optimizer.state_dict()
+    for slots in state["state"].values():
+        slots |= {slot: value.half() for slot, value in slots.items() if slot != "step"}
+    average = {name: value.half() for name, value in model.state_dict().items()}
+    torch.save({"epoch": 1, "model": None, "ema": average, "updates": 2, "optimizer": state}, path)
+    optimizer.load_state_dict(state)
+    if fault == "slots":
+        next(iter(optimizer.state.values()))["exp_avg" if name == "AdamW" else "momentum_buffer"].mul_(1.01)
+    if fault == "rate":
+        optimizer.param_groups[0]["lr"] *= 1.1
+    attested = attest(optimizer, model.named_parameters(), path)
+    assert attested.passed is not bool(fault)
+    assert faults_of(attested) == {"": set(), "slots": {"slot-differs"}, "rate": {"learning-rate"}}[fault]
+    if not fault and name == "AdamW":
+        assert attested.headline.endswith("; unknown: the weights")

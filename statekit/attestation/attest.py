@@ -41,8 +41,19 @@ ORDERED = (
     "live optimizer, so that an order which is wrong can't be seen."
 )
 LIVE_ORDER = "the order of the live one"
+WIDENED = ("float16", "float32")
+"""The dtype in which some programs store slots, and the one to which PyTorch brings them when they are loaded.
+
+Source: ultralytics/ultralytics ultralytics/utils/torch_utils.py, `convert_optimizer_state_dict_to_fp16`;
+pytorch/pytorch torch/optim/optimizer.py, `Optimizer._process_value_according_to_param_policy`.
+"""
 _SCALARS = (bool, int, float, str, type(None))
 _LACKS = {True: "the checkpoint has it, and none was given", False: "the checkpoint has none"}
+
+
+def widened(slot: str) -> str:
+    """Returns a sentence about slots that the file stores in half precision."""
+    return f"the dtype of {slot}: {WIDENED[0]} in the checkpoint, and {WIDENED[1]} since PyTorch loaded it"
 
 
 @dataclass(frozen=True)
@@ -146,13 +157,24 @@ def attesting(
                 compared.tensors - len(lacking),
                 compared.bytes_read,
                 warnings=(*spare, *map(_warning, parted.later)),
-                facts=tuple(_facts_of(right, state, taken)),
+                facts=tuple(_facts_of(right, state, taken, lacking)),
             )
         yield Sides(result, right, state, lambda: _by_path(run.live(opened)))
 
 
-def _facts_of(right: TrainState, live: TrainState, taken: Sequence[str]) -> Iterator[Fact]:
-    """Yields what the verdict rests on; `taken` says that the order of numbers is the live optimizer's."""
+def _facts_of(
+    right: TrainState, live: TrainState, taken: Sequence[str], lacking: Sequence[str]
+) -> Iterator[Fact]:
+    """Yields what the verdict rests on.
+
+    Args:
+        right: The checkpoint's state.
+        live: The live one.
+        taken: That the order of numbers is the live optimizer's, if it is.
+        lacking: Parameters whose weights the checkpoint lacks.
+    """
+    if lacking:
+        yield Fact("the weights", because="the checkpoint has none")
     if _has_weights_alone(right, live):
         yield Fact("the optimizer's state", because="the checkpoint has weights alone")
     yield from facts_as_live(right, live)
@@ -369,7 +391,14 @@ def _is_one_sided(difference: Difference, needed: Container[str], shows_schedule
 
 
 def _is_assumed(difference: Difference, right: TrainState, live: TrainState) -> bool:
-    """Tells whether it is a hyperparameter that one side doesn't say, so that the usual one stands for it."""
+    """Tells whether it is a hyperparameter that one side doesn't say, so that the usual one stands for it.
+
+    Or a slot that the file keeps in half precision, as PyTorch's `load_state_dict` brings it to its parameter's.
+    """
+    if difference.what == "dtype" and difference.place.startswith("slots/"):
+        params = (state.params.get(difference.path) for state in (right, live))
+        is_full = all(param is not None and param.dtype.name == WIDENED[1] for param in params)
+        return is_full and (difference.expected, difference.actual) == WIDENED
     if difference.what != "option":
         return False
     groups = (state.group_of(difference.path) for state in (right, live))
@@ -377,6 +406,8 @@ def _is_assumed(difference: Difference, right: TrainState, live: TrainState) -> 
 
 
 def _assumption(difference: Difference) -> str:
+    if difference.what == "dtype":
+        return widened(difference.item)
     values = f"{difference.expected!r} in the checkpoint, {difference.actual!r} live"
     return f"{difference.item}: it isn't said on both sides; {values}"
 

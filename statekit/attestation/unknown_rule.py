@@ -12,7 +12,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from statekit.attestation.attest import LIVE_ORDER, attesting, sampled
+from statekit.attestation.attest import LIVE_ORDER, WIDENED, attesting, sampled, widened
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.faults import fault
 from statekit.attestation.live_run import LiveRun
@@ -134,6 +134,7 @@ def attest_by_names(
     all_findings += compared.findings("slot", _slots(expected), _slots(actual))
     all_findings += _options(expected.options, actual.options)
     notes = [_RULE.format(what=expected.what.partition(";")[0]), *_unsaid(expected.options, actual.options)]
+    notes += compared.notes
     notes += [f"the params/{path}: the checkpoint has it, and none was given" for path in lacking]
     if expected.others:
         notes.append(f"{some(sorted(expected.others))}: no parameters and no slots")
@@ -206,6 +207,7 @@ class _Compared:
     def __init__(self, by_value: Callable[[str], bool]) -> None:
         self._by_value = by_value
         self.tensors = self.bytes_read = 0
+        self.notes: dict[str, None] = {}
 
     def findings(
         self, kind: str, right: Mapping[tuple[str, str], Tensor], live: Mapping[tuple[str, str], Tensor]
@@ -253,6 +255,8 @@ class _Compared:
                 add("slot-zero", place, "the checkpoint's values", apart)
             else:
                 add(f"{kind}-differs", place, "the checkpoint's values", apart)
+        elif kind == "slot" and dtypes == WIDENED:
+            self.notes[widened(place.rpartition("/")[2])] = None
         elif dtypes[0] != dtypes[1]:
             add("dtype", place, *dtypes)
 

@@ -148,7 +148,7 @@ def live_run(
     every = _by_name(named_parameters)
     here = {name: param for name, param in every.items() if id(param) not in flat or flat[id(param)].count}
     call, model = Call.of(path, options).alone(), Model(list(here.items()))
-    hints = hints_of(call, model)
+    hints = hints_of(call, model, _identities(inner))
     moved = [_innermost(wrapped, "scheduler") for wrapped in _all(scheduler)]
     extra = _states_beside(moved, scaler)
 
@@ -175,6 +175,11 @@ def live_run(
         checkpoint=checkpoint,
     )
     return TorchRun(here, inner, flat, replace(run, gathered=_of_all_processes) if shared else run)
+
+
+def _identities(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
+    """Returns the identities of the parameters that optimizers have."""
+    return {id(param) for group in _groups(optimizers) for param in group["params"]}
 
 
 def _without_zero(

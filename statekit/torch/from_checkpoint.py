@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, TypeAlias, Unpack
@@ -325,8 +325,14 @@ def _is_named(pair: Any) -> bool:
     return isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
 
 
-def hints_of(call: Call, model: Model) -> CheckpointRef:
-    """Returns what a layout decodes by: the ref, and the parameters that the caller has for the checkpoint."""
+def hints_of(call: Call, model: Model, others: Collection[int] = ()) -> CheckpointRef:
+    """Returns what a layout decodes by: the ref, and the parameters that the caller has for the checkpoint.
+
+    Args:
+        call: What the caller says.
+        model: The caller's parameters. Those that need no gradient count only if they are named or among the others.
+        others: Identities of parameters that an optimizer has, trained or not.
+    """
     if maps_to(call, model):
         return call.ref  # the checkpoint has other parameters
     native_names = {path_of(own_name): name for own_name, name in call.names.items()}
@@ -339,7 +345,8 @@ def hints_of(call: Call, model: Model) -> CheckpointRef:
 
     trained: dict[str, Tensor] = {
         name: Stored(tuple(param.shape), dtype_of(param), _no_values(name), name, "the model")
-        for name, param in ((there(n), p) for n, p in model.pairs if p.requires_grad)
+        for name, param in ((there(n), p) for n, p in model.pairs)
+        if param.requires_grad or id(param) in others or name in (call.ref.param_names or ())
     }
     return Hints.of_model(call.ref, trained)
 
