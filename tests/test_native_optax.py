@@ -225,14 +225,14 @@ NAMED = {
     "galore": "GaLore",
     "schedule_free_sgd": "schedule_free",
     "schedule_free_adamw": "schedule_free around RMSprop",
-    "sgd": None,
-    "fromage": None,
+    "sgd": "SGD without momentum, or sign SGD",
+    "fromage": "Fromage, or another chain of three links without slots",
 }
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_no_optimizer_without_a_schema_is_called_by_anothers_name(name: str, tmp_path: Path) -> None:
-    """LARS was SGD with momentum, and GaLore a damaged AdamW; of those without a state nothing tells which it is."""
+    """LARS was SGD with momentum, and GaLore a damaged AdamW; those without a state have the names of all that make such chains."""
     import jax
     import optax
     from optax import contrib

@@ -188,3 +188,21 @@ def test_scaled_adam_is_told_before_its_first_update(tmp_path: Path) -> None:
     assert (state.optimizer.schema, state.counts.updates) == ("scaled_adam", 0)
     assert list(state.params) == [name.replace(".", "/") for name in checkpoint["model"]]
     assert not any(state.slots.values())
+
+
+@pytest.mark.parametrize(
+    ("chain", "name"),
+    [
+        ([None, None], "SGD without momentum, or sign SGD"),
+        ([None, None, None], "Fromage, or another chain of three links without slots"),
+        ([None, {"count": 3}, {"count": 3}], "Fromage, or another chain with two schedules"),
+        ([[None, None], None], "Polyak SGD, or another chain without slots"),
+        ([None, [None, None]], None),
+    ],
+)
+def test_a_chain_without_slots_is_named_by_those_that_make_it(chain: list[Any], name: str | None) -> None:
+    """Seen red: Fromage was an optimizer of Optax without a name."""
+    counts = [{"count": whole(link["count"])} if isinstance(link, dict) else link for link in chain]
+    tree = {"params": {"w": tensor(2, 3)}, "opt_state": counts}
+    state = decoded(OPTAX, Checkpoint("orbax", Path("run"), tree), CheckpointRef())
+    assert state.optimizer.variant == name

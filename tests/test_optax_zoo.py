@@ -45,7 +45,7 @@ NAMES = {
     "dog": "DoG",
     "dowg": "DoWG",
     "dpsgd": "DP-SGD",
-    "fromage": "an optimizer of Optax",
+    "fromage": "Fromage",
     "galore": "GaLore",
     "lars": "LARS",
     "lbfgs": "L-BFGS",
@@ -60,22 +60,22 @@ NAMES = {
     "optimistic_adam": "scale_by_optimistic_gradient",
     "optimistic_adam_v2": "scale_by_optimistic_gradient",
     "optimistic_gradient_descent": "optimistic gradient descent",
-    "polyak_sgd": "an optimizer of Optax",
+    "polyak_sgd": "Polyak SGD",
     "prodigy": "Prodigy",
     "rmsprop": "RMSprop",
     "rprop": "Rprop",
     "sam": "sam",
     "schedule_free_adamw": "schedule_free",
     "schedule_free_sgd": "schedule_free",
-    "sgd": "an optimizer of Optax",
-    "sign_sgd": "an optimizer of Optax",
+    "sgd": "SGD without momentum",
+    "sign_sgd": "SGD without momentum, or sign SGD",
     "signum": "Signum",
     "simplified_ademamix": "simplified AdEMAMix",
     "sm3": "SM3",
     "sophia": "Sophia",
     **{name: name for name in ADAM},
 }
-"""What the others are called. Those without state but a count are some optimizer of Optax."""
+"""What the others are called. Of those without slots, the form of the chain tells which they may be."""
 LINKS = {"scale_by_madgrad", "schedule_free"}
 """What takes a rate and is no optimizer: a link, and what stands around one."""
 TARGETS = {"out.pt": [], "orbax": ["--to", "orbax"], "neutral": ["--to", "statekit"]}

@@ -355,7 +355,7 @@ def _name(tree: Tree) -> str | None:
     behind = [_BEHIND.get(str(name), f"and {name}") for name in others]
     name = first and " ".join((first, *behind))
     around = " around ".join(dict.fromkeys(_wrappers(tree)))
-    return " around ".join(filter(None, (around, name))) or _of_fields(tree)
+    return " around ".join(filter(None, (around, name))) or _of_fields(tree) or _of_empty(tree)
 
 
 def _of_momentum(tree: Tree, link: Link) -> str:
@@ -390,6 +390,34 @@ def _of_fields(tree: Tree) -> str | None:
     if _RANDOM not in names:
         return None
     return "noisy SGD" if names.get("count") == names[_RANDOM] else "DP-SGD"
+
+
+_EMPTY = "-"
+_WITHOUT_SLOTS = {
+    "(- -)": "SGD without momentum, or sign SGD",
+    "(- count)": "SGD without momentum, or sign SGD",
+    "(- - -)": "Fromage, or another chain of three links without slots",
+    "(- count count)": "Fromage, or another chain with two schedules",
+    "((- -) -)": "Polyak SGD, or another chain without slots",
+}
+"""Links of chains without slots, each empty or with a count -> what makes such a chain.
+
+Source: google-deepmind/optax optax/_src/alias.py, `sgd`, `sign_sgd`, `fromage`, `polyak_sgd`.
+"""
+
+
+def _of_empty(tree: Tree) -> str | None:
+    """Returns which optimizers keep nothing, or counts alone, in a chain of such links."""
+    layers = _by_name(tree)
+    return None if layers is None else _WITHOUT_SLOTS.get(_form(under(tree, layers.optimizer)))
+
+
+def _form(node: Tree) -> str:
+    """Returns the form of a chain of links without slots, in brackets."""
+    if items := chain_items(node):
+        return f"({' '.join(_form(items.get(index)) for index in range(max(items) + 1))})"
+    names = {*node} if isinstance(node, Mapping) else {*()}
+    return _EMPTY if not names and not is_tensor(node) else " ".join(sorted(map(str, names)))
 
 
 LAYOUT = OptaxNative()
