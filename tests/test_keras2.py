@@ -187,6 +187,29 @@ def test_a_whole_model_file_of_keras_3_is_the_state_of_the_keras_file_beside_it(
         assert listed.counts == numbered.counts
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras on NumPy 2
+@pytest.mark.parametrize("kind", ["RMSprop", "Nadam", "Muon"])
+def test_a_whole_model_file_of_keras_3_is_carried_whatever_its_optimizer(kind: str, tmp_path: Path) -> None:
+    """Seen red: of an optimizer that is none of the Adams or Adafactor, the weights came out alone."""
+    model, optimizer = built("whole"), getattr(keras.optimizers, kind)(0.01)
+    model.compile(optimizer, keras.losses.MeanSquaredError())
+    optimizer.build(model.trainable_variables)
+    gone_on(model, optimizer)
+    source, back = tmp_path / "run.h5", tmp_path / "back.h5"
+    model.save(source)
+    convert(plan(source, tmp_path / "neutral", to="statekit"))
+    assert (
+        convert(plan(tmp_path / "neutral", back, layout="keras-model-h5")).plan.exactness == Exactness.BITWISE
+    )
+    with open_state(source) as state:
+        assert state.counts.updates == 3 and len(state.slots) == len(MOVED)
+    with h5py.File(back) as file:
+        group = file["optimizer_weights"]
+        stored = [np.asarray(group[name]) for name in group.attrs["weight_names"]]
+    for variable, values in zip(optimizer.variables, stored, strict=True):
+        np.testing.assert_array_equal(values, variable.numpy())
+
+
 def test_a_state_from_elsewhere_is_refused_for_a_whole_model_file(tmp_path: Path) -> None:
     with pytest.raises(InexactError, match=r"whole-model \.h5"):
         plan(KERAS3 / "model.keras", tmp_path / "x.h5", layout="keras-model-h5")

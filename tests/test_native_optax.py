@@ -232,7 +232,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_no_optimizer_without_a_schema_is_called_by_anothers_name(name: str, tmp_path: Path) -> None:
-    """LARS was SGD with momentum, and GaLore a damaged AdamW; those without a state have the names of all that make such chains."""
+    """LARS was SGD with momentum, and GaLore a damaged AdamW; without a state the chain names those that make it."""
     import jax
     import optax
     from optax import contrib

@@ -76,10 +76,11 @@ class KerasModelH5:
     title: str = "Keras 2's and 3's optimizers in a whole-model .h5"
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {
-            **dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,)),
+            **dict.fromkeys(("adafactor", "lamb", "adamw", "muon"), (VARIANT,)),
             native.SCHEMA: (),
         }
     )
+    holds_several: bool = True
     containers: tuple[str, ...] = ("keras-h5",)
     schedule_in: str = "iterations"
     stores_values: bool = True
@@ -131,7 +132,10 @@ class KerasModelH5:
                 found="one from elsewhere",
                 remedy="write a .weights.h5 (--layout keras), and load it into the model",
             )
+        if muon.is_of_its_class(state):
+            state = muon.together(state, home)
         if state.optimizer.schema == native.SCHEMA:
+            home = home_in(state)
             values = {
                 (path, slot): tensor for path, slot, tensor in native.native_rows(state, home, self.name)
             }
