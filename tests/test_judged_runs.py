@@ -500,3 +500,24 @@ def test_a_right_resume_of_ultralytics_passes_with_a_frozen_parameter_in_its_opt
     assert faults_of(attested) == {"": set(), "slots": {"slot-differs"}, "rate": {"learning-rate"}}[fault]
     if not fault and name == "AdamW":
         assert attested.headline.endswith("; unknown: the weights")
+
+
+STATELESS: dict[str, tuple[dict[str, Any], str]] = {
+    "LOMO": ({"lr": 0.01}, "an optimizer of PyTorch"),
+    "AliG": (
+        {"max_lr": 1.0, "adjusted_momentum": False, "momentum": 0.0, "foreach": None, "step": 1},
+        "AliG of pytorch_optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_an_optimizer_without_slots_has_no_others_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its groups are those of pytorch_optimizer 4.1.0."""
+    model, path = Net(), tmp_path / "last.pt"
+    options, shown = STATELESS[name]
+    state = {"state": {}, "param_groups": [{**options, "params": [*range(6)]}]}
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    assert f"optimizer = ...  # the run's own optimizer: {shown}" in printed(path, capsys).splitlines()

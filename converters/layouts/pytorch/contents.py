@@ -105,7 +105,9 @@ class Signature:
     def _explains(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tells whether options suffice to tell it; few options of an optimizer without a schema are those of many."""
         options = {*_usual(), *self.options, *self.more, *self.private, *self.allowed}
-        return self.schema is not None or not self.slots or all(options.issuperset(group) for group in groups)
+        has_own = any(option not in _usual() for option in self.options)
+        is_explained = has_own and all(options.issuperset(group) for group in groups)
+        return self.schema is not None or not self.slots or is_explained
 
 
 def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
