@@ -1,18 +1,19 @@
-"""The laws of trees, for those in memory, in buckets and on the Hub."""
+"""The laws of trees, for those in memory, on a disk, in buckets and on the Hub."""
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pytest
 from store_serving import SECRET as KEY
 from store_serving import Served, serving
 
 from statekit.files.ahead import ReadAhead
-from statekit.files.source import checkpoint_place
-from statekit.files.tree import FileTree, StoredPlace
+from statekit.files.source import File, Files, checkpoint_place, listing
+from statekit.files.tree import Facts, FileTree, StoredPlace
 from statekit.testing import stores
 from statekit.testing.stores import TREE_LAWS, MemoryTree, TreeTrial
 
@@ -37,6 +38,45 @@ def test_a_tree_in_memory_obeys(law: str, ahead: bool) -> None:
 
     if not ahead or law not in ("more_than_there_is_is_an_error",):  # which asks for no more than there is
         TREE_LAWS[law](TreeTrial(listed, change))
+
+
+class LocalTree:
+    """A folder of this machine, by what containers ask of it: lists of names, facts of files, and their bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place, self._folder, self._files = f"{folder}", folder, Files(checkpoint=folder)
+
+    def facts(self, name: str) -> Facts | None:
+        path = self._folder / name
+        if path.is_file():
+            file = self._files.source(path)
+            return Facts(name, "file", file.size, f"{file.identity}")
+        return Facts(name, "folder") if path.is_dir() else None
+
+    def names(self, folder: str) -> list[str]:
+        return [path.name for path in listing(self._folder / folder)]
+
+    def read_into(self, facts: Facts, start: int, into: memoryview) -> None:
+        place = self._folder / facts.name
+        device, inode = literal_eval(facts.identity)
+        File(place, facts.size, (device, inode), self._files).read_into(start, into)
+
+
+@pytest.mark.parametrize("law", TREE_LAWS)
+def test_a_folder_of_this_machine_obeys(law: str, tmp_path: Path) -> None:
+    def listed(files: Mapping[str, bytes]) -> FileTree:
+        for name, data in files.items():
+            change(name, data)
+        return LocalTree(tmp_path)
+
+    def change(name: str, data: bytes) -> None:
+        new = tmp_path / f"{name}.new"
+        new.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(data)
+        new.rename(tmp_path / name)
+
+    is_snapshot = law != "a_listing_is_a_snapshot"  # which a folder isn't: it is listed when it is asked
+    TREE_LAWS[law](TreeTrial(listed, change if is_snapshot else None))
 
 
 def remote(
