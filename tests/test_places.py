@@ -20,7 +20,7 @@ from statekit.conversion import registry
 from statekit.converters.formats.hdf5.reader import open_hdf5
 from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
 from statekit.files.ahead import ReadAhead
-from statekit.files.source import Files, bring, checkpoint_place, listing, record, walked
+from statekit.files.source import Files, bring, checkpoint_place, expecting, listing, record, walked
 from statekit.files.tree import Facts, StoredPlace, address_of, fill
 from statekit.testing.stores import CountingTree, MemoryTree, stored
 
@@ -341,6 +341,23 @@ def test_a_process_that_needs_half_of_each_tensor_gets_little_more(is_proven: bo
                 source.read(at, half)
     fetched = sum(count for _, _, count in counting.reads)
     assert fetched <= 2 * 2**26 if is_proven else fetched == 2**25
+
+
+def test_no_more_is_asked_for_ahead_than_a_block_expects_to_read() -> None:
+    counting = CountingTree(MemoryTree({"x": bytes(2**27)}))
+    place = StoredPlace(ReadAhead(counting), PurePosixPath("x"))
+
+    def fetched(*, start: int) -> int:
+        counting.reads.clear()
+        for at in range(start, start + 2**25, 2**23):
+            source.read(at, 2**23)
+        return sum(count for _, _, count in counting.reads)
+
+    with Files() as files:
+        source = files.source(place)
+        with expecting(place, 2**25):
+            assert fetched(start=0) == 2**25
+        assert fetched(start=2**26) > 2**25  # seen red: nothing was asked for ahead any more
 
 
 def test_a_request_ahead_that_failed_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,10 +201,17 @@ def bring(source: Source, runs: Iterable[tuple[int, int]]) -> None:
             tree.bring(cast(Facts, source.identity), runs)
 
 
-def expect_reads(place: Place, count: int | None) -> None:
-    """Says how many bytes will be read of a checkpoint from now on, of which a store gives no more; None: any."""
-    if isinstance(place, StoredPlace) and isinstance(place.tree, ReadAhead):
-        place.tree.expect(count)
+@contextmanager
+def expecting(place: Place, count: int | None) -> Iterator[None]:
+    """Says how many bytes a block reads of a checkpoint, of which a store is asked for no more; None: any number."""
+    tree = place.tree if isinstance(place, StoredPlace) else None
+    if isinstance(tree, ReadAhead):
+        tree.expect(count)
+    try:
+        yield
+    finally:
+        if isinstance(tree, ReadAhead):
+            tree.expect(None)
 
 
 class Counts:

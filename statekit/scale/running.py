@@ -19,7 +19,7 @@ from statekit.files.durable import sync_folder, writing
 from statekit.files.homes import LocalHome
 from statekit.files.integrity import check_no_damage, prove_files
 from statekit.files.sections import Section
-from statekit.files.source import Files, expect_reads, walked
+from statekit.files.source import Files, expecting, walked
 from statekit.files.stage import Progress, Stage
 from statekit.files.tree import Place
 from statekit.pipeline import job
@@ -70,8 +70,8 @@ def _write(opened: Opened, task: Task, folder: Path, attempt: Attempt) -> dict[s
     stage.expect(tensors)
     # The next task is seldom of the next bytes, and a process that ends waits for what it has asked for.
     is_known = tensors.keys() <= opened.passed.keys()
-    expect_reads(prepared.opened.checkpoint.path, sum(map(nbytes, tensors.values())) if is_known else None)
-    with prepared.joining():
+    total = sum(map(nbytes, tensors.values())) if is_known else None
+    with prepared.joining(), expecting(prepared.opened.checkpoint.path, total):
         records = {section.name: section.write(stage) for section in sections}
     checkpoint = prepared.opened.checkpoint
     passed = {
