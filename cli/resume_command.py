@@ -48,11 +48,7 @@ _EVERYDAY = {
     help="Print code for statekit's optimizer in this framework. Default: code for the checkpoint's own system.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(
-    ref: CheckpointRef,
-    framework: str | None,
-    as_json: bool,
-) -> None:
+def command(ref: CheckpointRef, framework: str | None, as_json: bool) -> None:
     """Prints the code that resumes from a checkpoint.
 
     CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.

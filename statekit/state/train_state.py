@@ -492,10 +492,8 @@ class TrainState:
                 found=", ".join(f"{part.optimizer.schema}: {part.counts.updates}" for part in parts),
                 remedy="carry each optimizer with its parameters over by itself",
             )
-        params, behind = (
-            _joined([part.params for part in parts]),
-            _joined([part.counts.behind for part in parts]),
-        )
+        params = _joined([part.params for part in parts])
+        behind = _joined([part.counts.behind for part in parts])
         slots, rules = _joined([part.slots for part in parts]), _joined([part.rules for part in parts])
         return TrainState(
             {path: params.get(path, param) for path, param in self.params.items()},

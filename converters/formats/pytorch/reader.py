@@ -334,12 +334,7 @@ def _legacy_pickles(data: bytes, storages: _Storages) -> tuple[Unpickled, Unpick
         )
     machine = read_pickle(data, place, start=version.end, account=account)
     saved = read_pickle(
-        data,
-        place,
-        start=machine.end,
-        calls=torch_calls,
-        persistent=storages.resolve,
-        account=account,
+        data, place, start=machine.end, calls=torch_calls, persistent=storages.resolve, account=account
     )
     return saved, read_pickle(data, place, start=saved.end, account=account)
 

@@ -306,10 +306,7 @@ def distributed_safetensors_lines(state: State, saved: SavedRun) -> list[str]:
 
 def rank_lines(saved: SavedRun) -> list[str]:
     """Returns the lines for what each rank of FSDP 1 saved for itself."""
-    return [
-        _RANK,
-        f'part = torch.load({quoted(saved.path)} + f"/rank{{rank}}.pt")',
-    ]
+    return [_RANK, f'part = torch.load({quoted(saved.path)} + f"/rank{{rank}}.pt")']
 
 
 _EXPERT = re.compile("/deepspeed_experts/")
@@ -609,11 +606,7 @@ def _group_lines(state: State, saved: SavedRun) -> list[str]:
         named = f"named = {{name{_WITHOUT_ADAPTER}: param for name, param in model.named_parameters()}}"
     if saved.is_converted:
         return [named, code]
-    return [
-        named,
-        f"with statekit.open({saved.code()}) as opened:",
-        f"    {code}",
-    ]
+    return [named, f"with statekit.open({saved.code()}) as opened:", f"    {code}"]
 
 
 def _model_lines(state: State, saved: SavedRun) -> list[str]:

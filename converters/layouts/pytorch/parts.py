@@ -75,13 +75,7 @@ DEEPEST, MOST_PARTS = 4, 100
 MASTER_PARAM = "master_param"
 """What FusedAdam calls a parameter's master. Source: NVIDIA/apex, apex/optimizers/fused_adam.py, `master_weights`."""
 _MASTERS = ("fp32_from_fp16", "fp32_from_fp16_params")
-_SCALING = (
-    "loss_scaler",
-    "dynamic_loss_scale",
-    "overflow",
-    "first_closure_call_this_step",
-    "grad_scaler",
-)
+_SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step", "grad_scaler")
 """What a wrapper for mixed precision keeps around its optimizer: a master of each parameter, and a loss scaler.
 
 Source: NVIDIA/apex, apex/fp16_utils/fp16_optimizer.py, `FP16_Optimizer.state_dict`; NVIDIA/Megatron-LM,
