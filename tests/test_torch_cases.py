@@ -1260,6 +1260,9 @@ def test_a_state_that_is_not_whole_is_refused_and_doctor_names_it(
     assert main(["doctor", f"{path}"]) == 1
     assert f"1 finding {fault}" in " ".join(capsys.readouterr().out.split())
     assert main(["convert", f"{path}", f"{tmp_path / 'c'}", "--to", "statekit", "--params-only"]) == 0
+    if fault == "slot-missing":  # the live run lost it too, and ends at its next step
+        optimizer.load_state_dict(half)
+        assert fault in [finding.name for finding in attest(optimizer, model, path).findings]
 
 
 def test_complex_parameters_go_on_and_moved_whole_numbers_do_not(

@@ -15,7 +15,7 @@ from statekit.state.hyperparameters import alike
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER, stale_masters
-from statekit.state.train_state import Group, TrainState
+from statekit.state.train_state import GONE, Group, TrainState
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import Tensor, parts_of
 
@@ -96,6 +96,10 @@ class _Diagnosis:
     def _of_slots(self, empty: bool) -> Iterator[Finding]:
         if not empty:
             yield from _gathered("slot-missing", self._of("missing", slots=True))
+            missing = {difference.place for difference in self._of("missing", slots=True)}
+            gone = [place for words, place in self._live.gaps() if words == GONE and place not in missing]
+            if gone:  # of both: the run was resumed from it, and its next update fails
+                yield fault("slot-missing", gone, "the slots that the rule needs", "nothing")
         yield from _gathered("slot-extra", self._of("extra", slots=True))
         if not (empty and _is_all_zero(self._live)):
             yield from self._of_values("slot", slots=True)
