@@ -521,3 +521,27 @@ def test_an_optimizer_without_slots_has_no_others_name(
     state = {"state": {}, "param_groups": [{**options, "params": [*range(6)]}]}
     torch.save({"model": model.state_dict(), "optimizer": state}, path)
     assert f"optimizer = ...  # the run's own optimizer: {shown}" in printed(path, capsys).splitlines()
+
+
+def test_lines_do_not_clip_where_the_optimizers_own_step_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As timm's LAMB: huggingface/pytorch-image-models timm/optim/lamb.py, `max_grad_norm`."""
+    model, path = Net(), tmp_path / "last.pth.tar"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    updated(model, optimizer, 1, 2)
+    state = optimizer.state_dict()
+    for slots in state["state"].values():
+        del slots["step"]
+    group = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.05, "grad_averaging": True}
+    group |= {
+        "bias_correction": True,
+        "max_grad_norm": 1.0,
+        "trust_clip": False,
+        "always_adapt": False,
+        "step": 2,
+    }
+    state["param_groups"] = [{**group, "caution": False, "decoupled_decay": False, "params": [*range(6)]}]
+    torch.save({"state_dict": model.state_dict(), "optimizer": state}, path)
+    lines = printed(path, capsys)
+    assert "LAMB of timm" in lines and "clip_grad_norm_" not in lines

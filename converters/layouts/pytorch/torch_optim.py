@@ -1101,14 +1101,15 @@ def _clipped(groups: Iterable[Group], parts: Parts, checkpoint: Checkpoint) -> l
     """Returns groups with the limit of the gradients' norm that Trainer's arguments have, or OLMo's groups themselves.
 
     Source: huggingface/transformers, trainer.py, `Trainer._clip_grad_norm`: 0 clips nothing; allenai/OLMo,
-    olmo/optim.py, `Optimizer.clip_grads_and_collect_metrics`.
+    olmo/optim.py, `Optimizer.clip_grads_and_collect_metrics`. An optimizer without a schema, as timm's LAMB, has the
+    limit as an option of its own, and its step clips.
     """
-    limit = at(checkpoint.tree, (TRAINER_ARGUMENTS, _LIMIT))
-    if limit is None:
+    groups, limit = list(groups), at(checkpoint.tree, (TRAINER_ARGUMENTS, _LIMIT))
+    if limit is None and not any(_LIMIT in group.hyperparameters for group in groups):
         limits = [group.get(_LIMIT) for group in parts.groups if group["params"]]
         limit = limits[0] if limits and all(value == limits[0] for value in limits) else None
     if not fits(limit, Finite) or limit <= 0:
-        return list(groups)
+        return groups
     return [
         replace(
             group,
