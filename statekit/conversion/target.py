@@ -149,7 +149,7 @@ def layouts_for(
             f"{_SEVERAL if len(schemas) > 1 else ''}.",
             place="--to",
             expected=f"a layout of {kinds_in_words}: {_names(layouts, len(schemas) > 1)}",
-            remedy="name one with --layout, or choose another container with --to",
+            remedy="name one with --layout, choose another container with --to, or take weights alone: --params-only",
         )
     return sorted(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
 
