@@ -267,7 +267,7 @@ def test_what_a_user_saves_is_recognised(tmp_path: Path) -> None:
                 fields |= {"v": {**gone, "bias": jnp.ones(3)}}
                 fields |= {name: {**gone, "kernel": jnp.ones(n)} for name, n in (("v_row", 3), ("v_col", 4))}
             else:
-                kept = {"scaled_adam": ("exp_avg_sq",), "muon": ("m",)}.get(schema, ("m", "v"))
+                kept = {"scaled_adam": ("delta", "exp_avg_sq"), "muon": ("m",)}.get(schema, ("m", "v"))
                 fields |= dict.fromkeys(kept, params)
             together = dict.fromkeys(OWN_GROUP_FIELDS.get(schema, ()), optax.MaskedNode())
             state = kind(count=jnp.asarray(3, jnp.int32), **fields, **together)

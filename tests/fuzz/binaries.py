@@ -361,6 +361,9 @@ def _read_torch(data: bytes) -> object:
 _DCP = "torch.distributed.checkpoint."
 
 
+_RATE_KEY = "optimizer.param_groups.0.lr"
+
+
 def dcp_tree() -> Any:
     """Returns the metadata of a distributed checkpoint, as the objects that its pickle makes."""
     properties = (
@@ -401,14 +404,20 @@ def dcp_tree() -> Any:
     stored = (
         (index("model.w", 0, 0), info(0, 500)),
         (index("model.w", 2, 0), info(500, 500, "__1_0.distcp")),
-        (index("lr"), info(1000, 50)),
+        (index(_RATE_KEY), info(1000, 50)),
     )
     return Record(
         f"{_DCP}metadata.Metadata",
         (),
         {
-            "state_dict_metadata": {"model.w": tensor, "lr": Record(f"{_DCP}metadata.BytesStorageMetadata")},
-            "planner_data": {"model.w": ("model", "w"), "lr": ("optimizer", "param_groups", 0, "lr")},
+            "state_dict_metadata": {
+                "model.w": tensor,
+                _RATE_KEY: Record(f"{_DCP}metadata.BytesStorageMetadata"),
+            },
+            "planner_data": {
+                "model.w": ("model", "w"),
+                _RATE_KEY: ("optimizer", "param_groups", 0, "lr"),
+            },
             "storage_data": Record(pickles.PAIRS, stored),
             "storage_meta": None,
             "version": "1.0.0",

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from statekit.budget import Account
 from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.storage import decompressed
 from statekit.converters.formats.tensor_bundle.table import varint
-from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.files.source import Files, Held, record
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
+from statekit.files.source import Files, Held, bring, bytes_at, require
 from statekit.files.tree import Place
 
 MANIFEST = "manifest.ocdbt"
@@ -48,19 +49,31 @@ def check_database(folder: Place, files: Files) -> None:
         FormatError: A record breaks the format.
         RefusedError: It names a file outside the database, or numbers its manifests.
     """
-    source = files.source(folder / MANIFEST)
-    with files.account.passing() as taken:
-        data = record(source, 0, source.size, None, "A record of OCDBT")
-        waiting = [*_Fields(data, _MANIFEST_MAGIC, source.place, taken).roots()]
+    with _record(files, folder / MANIFEST, 0, None) as (data, place, taken):
+        waiting = [*_Fields(data, _MANIFEST_MAGIC, place, taken).roots()]
     visited = set(waiting)
     while waiting:
         node = waiting.pop()
-        source = files.source(folder / node.path)
-        with files.account.passing() as taken:
-            data = record(source, node.offset, node.length, None, "A record of OCDBT")
-            fields = _Fields(data, _NODE_MAGIC, f"byte {node.offset} of {source.place}", taken)
+        with _record(files, folder / node.path, node.offset, node.length) as (data, place, taken):
+            fields = _Fields(data, _NODE_MAGIC, place, taken)
             waiting += [child for child in fields.children(node) if child not in visited]
         visited.update(waiting)
+
+
+@contextmanager
+def _record(files: Files, path: Place, start: int, count: int | None) -> Iterator[tuple[bytes, str, Account]]:
+    """Gives a record's bytes, its place for errors, and what is held of the budget as long as it is parsed."""
+    try:
+        source = files.source(path)
+    except NotFoundError:
+        raise CorruptError("A file of an OCDBT database is missing.", place=path) from None
+    count = source.size - start if count is None else count
+    require(source, start, count)
+    place = f"byte {start} of {source.place}"
+    with files.account.passing() as taken:
+        taken.hold(count, "A record of OCDBT", place)
+        bring(source, [(start, count)])
+        yield bytes_at(source, start, count), place, taken
 
 
 class _Fields:

@@ -33,6 +33,8 @@ from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SUFFIX, Builder, 
 from statekit.tensors.tensor import Tensor, in_memory
 
 VARIABLES, TRAINED = "_variables", "_trainable_variables"
+RATE_NUMBER = 1
+"""The place of the rate among an optimizer's variables; statekit leaves it empty where no rate is known."""
 ITERATIONS, RATE_NODE = "_iterations", "_learning_rate"
 BASE_LISTS = {AVERAGE: "_model_variables_moving_average", ACCUMULATOR: "_accumulated_gradients"}
 
@@ -105,22 +107,31 @@ def found_optimizer(checkpoint: Checkpoint) -> GraphOptimizer | None:
     if not optimizers:
         return None
     children = graph.nodes[optimizers[0]].children
-    variables, moved = (values_of(graph, children[name]) for name in (VARIABLES, TRAINED))
+    variables = values_of(graph, children[VARIABLES], RATE_NUMBER)
+    moved = values_of(graph, children[TRAINED])
     step = graph.nodes[children[ITERATIONS]].variable
     if step is None or not variables or not moved:
         return None
     return GraphOptimizer(graph, optimizers[0], step.full_name.rpartition("/")[0], variables, moved)
 
 
-def values_of(graph: Graph, node: int) -> tuple[tuple[str, str], ...]:
+def values_of(graph: Graph, node: int, absent: int | None = None) -> tuple[tuple[str, str], ...]:
     """Returns key and name of each variable in a list.
+
+    Args:
+        graph: The graph.
+        node: The list.
+        absent: The number that may be missing.
 
     Raises:
         StateError: A number of the list is missing, or stands for no variable.
     """
     items = graph.items(node)
     values = [graph.nodes[item].variable for item in items]
-    if None in values or any(graph.child(node, f"{i}") != item for i, item in enumerate(items)):
+    numbers = [*range(len(items))]
+    if absent is not None and graph.child(node, f"{absent}") is None:
+        numbers = [i for i in range(len(items) + 1) if i != absent]
+    if None in values or [graph.child(node, f"{i}") for i in numbers] != [*items]:
         raise StateError(
             "A list of an optimizer's variables has gaps.",
             expected=f"a variable at each number below {len(items)}",
