@@ -32,7 +32,7 @@ from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import in_memory
 from statekit.testing.layouts import made_state
 from statekit.verify.certificate import Certificate, read_certificate
-from statekit.verify.probes import gradients_of, sampled
+from statekit.verify.probes import _of_one_mean, gradients_of, sampled
 from statekit.verify.repetition import repeated
 from statekit.verify.side_by_side import refuse_short_memory
 from statekit.verify.verification import verify
@@ -502,3 +502,12 @@ def test_a_forged_record_of_a_group_is_refused_by_a_typed_error(tmp_path: Path) 
     place.write_text(json.dumps({**document, "digest": json_digest(document)}))
     with pytest.raises(StatekitError):
         statekit.convert(tmp_path / "target", tmp_path / "again.pt", to="torch")
+
+
+def test_rows_and_columns_of_a_part_have_one_mean_as_those_of_the_whole() -> None:
+    """Rules divide by either mean. Seen red: Hugging Face Adafactor in T5X was refuted at small gradients."""
+    drawn = np.random.default_rng(0).uniform(0.5, 2, (2, 8)).astype(np.float32)
+    slots = {"v_row": in_memory(drawn[0]), "v_col": in_memory(drawn[1, :4])}
+    row, column = (slot.read().astype(np.float64).mean() for slot in _of_one_mean(slots).values())
+    assert abs(row - column) < 1e-6 * row
+    assert _of_one_mean({"v": slots["v_row"]}) == {"v": slots["v_row"]}

@@ -306,11 +306,8 @@ class Sample:
             some,
             params={path: _part(tensor, cut.get(path)) for path, tensor in some.params.items()},
             slots={
-                path: {
-                    name: _part(slot, _index_of_slot(some, path, name, cut.get(path)))
-                    for name, slot in slots.items()
-                }
-                for path, slots in some.slots.items()
+                path: _of_one_mean(slots) if path in cut else slots
+                for path, slots in _cut_slots(some, cut).items()
             },
             optimizer=replace(some.optimizer, groups=groups),
             extra={},
@@ -324,6 +321,34 @@ class Sample:
             "windows": {path: [list(ends) for ends in window] for path, window in self.windows.items()},
             "stands_for": dict(self.stands_for),
         }
+
+
+def _cut_slots(state: TrainState, cut: Mapping[str, Index]) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots of what is stepped, in memory: of some parameters a part."""
+    return {
+        path: {
+            name: _part(slot, _index_of_slot(state, path, name, cut.get(path)))
+            for name, slot in slots.items()
+        }
+        for path, slots in state.slots.items()
+    }
+
+
+def _of_one_mean(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the slots of a part of a matrix with one mean, as rows and columns of a whole matrix have it.
+
+    Rules divide by the mean of one or the other, which are the same number: of a part they would be two rules.
+    """
+    factors = {name: slots[name].read() for name in ("v_row", "v_col") if name in slots}
+    means = {name: float(np.mean(values.astype(np.float64))) for name, values in factors.items()}
+    both = math.sqrt(math.prod(means.values())) if min(means.values(), default=0) > 0 else 0.0
+    if len(factors) < 2 or not 0 < both < math.inf or any(values.ndim != 1 for values in factors.values()):
+        return dict(slots)
+    scaled = {
+        name: in_memory((values.astype(np.float64) * (both / means[name])).astype(values.dtype), name)
+        for name, values in factors.items()
+    }
+    return {**slots, **scaled}
 
 
 def sampled(state: TrainState, seed: int = 0, everything: bool = False) -> Sample:
