@@ -21,15 +21,27 @@ def once_asked(hints: CheckpointRef, ask: Callable[[CheckpointRef], T]) -> T:
         hints: What is known anyway.
         ask: The call.
     """
-    try:
-        return ask(hints)
-    except UnknownRuleError:
-        hints = replace(hints, assume_defaults=True)
-    try:
-        return ask(hints)
-    except UnknownRuleError as error:
-        missing = {name: _value(name) for name in str(error.expected).split(", ")}
-        return ask(replace(hints, hparams={**hints.hparams, **missing}))
+    for answer in (_with_defaults, _with_optimizer, _with_values):
+        try:
+            return ask(hints)
+        except UnknownRuleError as error:
+            hints = answer(hints, str(error.expected))
+    return ask(hints)
+
+
+def _with_defaults(hints: CheckpointRef, expected: str) -> CheckpointRef:
+    return replace(hints, assume_defaults=True)
+
+
+def _with_optimizer(hints: CheckpointRef, expected: str) -> CheckpointRef:
+    """Names the first of several optimizers, where that is asked."""
+    names = expected.partition("one of ")[2]
+    return replace(hints, optimizer=names.split(", ")[0]) if names else _with_values(hints, expected)
+
+
+def _with_values(hints: CheckpointRef, expected: str) -> CheckpointRef:
+    values = {name: _value(name) for name in expected.split(", ")}
+    return replace(hints, hparams={**hints.hparams, **values})
 
 
 def _value(name: str) -> Any:
