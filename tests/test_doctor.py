@@ -137,8 +137,7 @@ def test_stale_moments_are_found_however_the_steps_are_named(
         (tmp_path / form.format(step)).parent.mkdir(exist_ok=True)
         torch.save({"model": weights, "optimizer": optimizer}, tmp_path / form.format(step))
     paths = [tmp_path / form.format(step) for step in (25, 30)]
-    folder = [] if "/" in form else [[tmp_path]]
-    for named in (*folder, paths[::-1] if is_turned else paths):
+    for named in ([tmp_path], paths[::-1] if is_turned else paths):
         earlier, later = doctor(*named)
         assert [earlier.path, later.path] == paths
         assert found([later]) == {"moments-stale"}

@@ -67,7 +67,7 @@ class PathReport(Generic[T]):
         }
 
 
-_NUMBERED = re.compile(r".*\d", re.DOTALL)
+_NUMBER = re.compile(r"[0-9]+\Z")
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,14 @@ def checkpoints_at(ref: CheckpointRef) -> Iterator[CheckpointAt]:
         try:
             home, _ = registry.detect_container(path)
         except UnknownFormatError:
-            inside = registry.checkpoints_inside(path) if path.is_dir() else {}
+            inside = [path / name for name in registry.checkpoints_inside(path)] if path.is_dir() else []
+            inside = inside or [
+                folder for folder in _numbered_folders(path) if registry.checkpoints_inside(folder)
+            ]
             if not inside:
                 raise
-            for name in inside:
-                yield from checkpoints_at(replace(ref, path=path / name))
+            for entry in inside:
+                yield from checkpoints_at(replace(ref, path=entry))
             return
     if ref.step is not None:
         yield _at(home, ref, path, ref.step)
@@ -140,8 +143,14 @@ def _steps(home: Container, ref: CheckpointRef, path: Place) -> list[CheckpointA
     return [_at(home, ref, path, number) for number in sorted(steps)]
 
 
+def _numbered_folders(path: Place) -> list[Place]:
+    """Returns the folders in a folder whose names end with a number, by this number."""
+    folders = [entry for entry in listing(path) if entry.is_dir()] if path.is_dir() else []
+    numbers = {entry: match for entry in folders if (match := _NUMBER.search(entry.name))}
+    return sorted(numbers, key=lambda entry: (int(numbers[entry][0]), entry.name))
+
+
 def _numbered(home: Container, ref: CheckpointRef, path: Place) -> list[CheckpointAt]:
     """Returns the folders in a run's folder that end with a number and are checkpoints; else the path itself."""
-    folders = [entry for entry in listing(path) if entry.is_dir() and _NUMBERED.fullmatch(entry.name)]
-    steps = [folder for folder in folders if registry.fits(home, folder) is not None]
+    steps = [folder for folder in _numbered_folders(path) if registry.fits(home, folder) is not None]
     return [_at(home, ref, folder) for folder in steps or [path]]
