@@ -316,3 +316,24 @@ def test_a_keras_schedule_of_a_whole_rate_is_none_that_others_have(call: str) ->
     answer = called_rates(parse_call(call))
     assert isinstance(answer, str) and "whole" in answer
     assert isinstance(called_rates(parse_call(call.replace("(1,", "(1.0,"))), Rates)
+
+
+@pytest.mark.parametrize("scheduled", [("g", "d"), ("d",)])
+def test_a_schedule_is_shown_of_its_own_optimizer_alone(scheduled: tuple[str, ...], tmp_path: Path) -> None:
+    """Two networks in one file: PyTorch writes the rate from which a schedule sets out into its optimizer's groups."""
+    rates, parts = {"g": 0.001, "d": 0.05}, dict[str, Any]()
+    for name, rate in rates.items():
+        model = torch.nn.Linear(3, len(parts) + 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        schedulers = [torch_schedules.CosineAnnealingLR(optimizer, 10)] if name in scheduled else []
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        parts |= {f"net_{name}": model.state_dict(), f"opt_{name}": optimizer.state_dict()}
+        parts |= {f"sched_{name}": scheduler.state_dict() for scheduler in schedulers}
+    torch.save(parts, tmp_path / "gan.pt")
+    for name, rate in rates.items():
+        run = statekit.inspect(tmp_path / "gan.pt", model_key=f"net_{name}", optimizer_key=f"opt_{name}").run
+        expected = [(rate,)] if name in scheduled else []
+        assert [schedule.bases for schedule in run.schedules] == expected

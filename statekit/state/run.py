@@ -281,6 +281,8 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
             parts.append(RunPart(kind, name, _value(node, kind)))
     ties = extra.get(TIES)
     schedules = _own(schedules)
+    if extra.get(PARTS) and around.bases:
+        schedules = [schedule for schedule in schedules if _may_move(schedule, around.bases)]
     schedules = _with_call(_with_groups(schedules, around.bases) or counts[:1], around)
     return RunState(
         tuple(schedules),
@@ -299,6 +301,14 @@ def _own(schedules: Sequence[Schedule]) -> list[Schedule]:
     """
     saved = [schedule for schedule in schedules if schedule.bases or schedule.kind != "LambdaLR"]
     return [schedule for schedule in saved if schedule.kind != MEGATRON] or saved
+
+
+def _may_move(schedule: Schedule, bases: Sequence[float | None]) -> bool:
+    """Tells whether a schedule may be of an optimizer beside others: PyTorch's write their bases into its groups.
+
+    Source: pytorch/pytorch torch/optim/lr_scheduler.py, `LRScheduler.__init__`.
+    """
+    return {*schedule.bases} <= {*bases}
 
 
 def _places_of(parts: Tree) -> tuple[str, ...]:
