@@ -337,3 +337,9 @@ def test_a_schedule_is_shown_of_its_own_optimizer_alone(scheduled: tuple[str, ..
         run = statekit.inspect(tmp_path / "gan.pt", model_key=f"net_{name}", optimizer_key=f"opt_{name}").run
         expected = [(rate,)] if name in scheduled else []
         assert [schedule.bases for schedule in run.schedules] == expected
+
+
+def test_a_schedule_of_mmengine_is_named_though_its_rates_are_not_read() -> None:
+    record = {"param_name": "lr", "base_values": [0.01], "_global_step": 4, "last_step": 3, "total_iters": 5}
+    [schedule] = run_of({"torch": {"param_schedulers": [record, record]}}).schedules
+    assert schedule.kind is None and "MMEngine" in str(schedule.of_group(0))

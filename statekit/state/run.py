@@ -204,6 +204,9 @@ RATE_FACTORS = "rate_factors"
 _NO_CONFIG = (
     "Keras' weights don't say a schedule, which stands in the config of a .keras file; --schedule tells it"
 )
+_MMENGINE = {"base_values", "_global_step"}
+"""Keys of each of MMEngine's schedules. Source: open-mmlab/mmengine mmengine/optim/scheduler/param_scheduler.py."""
+_NOT_READ = "MMEngine's schedules move several options by their own rules, which statekit doesn't read"
 _MXNET = "mxnet.lr_scheduler."
 """Where MXNet's schedules are. Source: apache/mxnet python/mxnet/lr_scheduler.py."""
 MEGATRON = "OptimizerParamScheduler"
@@ -332,6 +335,8 @@ def _has_only_a_count(node: Tree, path: tuple[Any, ...]) -> str:
     """Returns why nothing tells the rates of a schedule that lies there; empty if there is none."""
     if isinstance(node, Mapping) and node.get("count") == COUNTED and _is_of_rate(path):
         return _NO_FUNCTION
+    if isinstance(node, Mapping) and node.keys() >= _MMENGINE:
+        return _NOT_READ
     return _NO_CONFIG if node is True and "/".join(map(str, path)) == KERAS_SCHEDULE else ""
 
 
