@@ -284,8 +284,8 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
             parts.append(RunPart(kind, name, _value(node, kind)))
     ties = extra.get(TIES)
     schedules = _own(schedules)
-    if extra.get(PARTS) and around.bases:
-        schedules = [schedule for schedule in schedules if _may_move(schedule, around.bases)]
+    foreign_bases = _bases_beside(extra) - {*around.bases}
+    schedules = [schedule for schedule in schedules if not _has_base(schedule, foreign_bases)]
     schedules = _with_call(_with_groups(schedules, around.bases) or counts[:1], around)
     return RunState(
         tuple(schedules),
@@ -306,12 +306,20 @@ def _own(schedules: Sequence[Schedule]) -> list[Schedule]:
     return [schedule for schedule in saved if schedule.kind != MEGATRON] or saved
 
 
-def _may_move(schedule: Schedule, bases: Sequence[float | None]) -> bool:
-    """Tells whether a schedule may be of an optimizer beside others: PyTorch's write their bases into its groups.
+def _has_base(schedule: Schedule, bases: set[Any]) -> bool:
+    return any(type(base) in (int, float) and base in bases for base in schedule.bases)
 
+
+def _bases_beside(extra: Mapping[str, Tree]) -> set[Any]:
+    """Returns the rates from which schedules set out whose optimizers lie beside the run's own, of another network.
+
+    A schedule of PyTorch writes them into its optimizer's groups.
     Source: pytorch/pytorch torch/optim/lr_scheduler.py, `LRScheduler.__init__`.
     """
-    return {*schedule.bases} <= {*bases}
+    neighbours = {key: part for key, part in extra.items() if key != "param_groups" and extra.get(PARTS)}
+    groups = [node for _, node in _nodes(neighbours, ("extra",)) if isinstance(node, Mapping)]
+    rates = [group["initial_lr"] for group in groups if "initial_lr" in group]
+    return {rate for rate in rates if type(rate) in (int, float)}
 
 
 def _places_of(parts: Tree) -> tuple[str, ...]:
