@@ -399,3 +399,21 @@ def copying_to(address: str, copy: str, is_file: bool) -> str:
 def copying(address: str) -> str:
     """Returns the command that copies what is at an address to this machine, as far as one is known."""
     return _COPIES.get(address.partition("://")[0].lower(), "to a local folder").format(address)
+
+
+def checked_key(key: str, place: str) -> list[str]:
+    """Returns the parts of a relative key.
+
+    Raises:
+        RefusedError: It is absolute, empty, a URL, or leads out of its folder.
+    """
+    parts = key.split("/")
+    if "\0" in key or any(p in ("", ".", "..") for p in parts) or len(key) > 4096 or "\\" in key:
+        raise RefusedError(
+            "A checkpoint names a file outside its own folder.",
+            place=place,
+            expected="a relative path below the checkpoint",
+            found=repr(key[:200]),
+            remedy="don't use this checkpoint unless you know who made it",
+        )
+    return parts

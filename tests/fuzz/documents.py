@@ -144,7 +144,7 @@ class Values:
     account: Account = field(default_factory=Account)
 
     def value(self, key: str) -> Held | None:
-        from statekit.converters.formats.zarr.stores import checked_key
+        from statekit.files.tree import checked_key
 
         checked_key(key, self.place)
         return Held(self.stored[key], f"{key} in {PLACE}", self.account) if key in self.stored else None

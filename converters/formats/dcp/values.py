@@ -82,7 +82,7 @@ def read_values(
 
 
 def _small_runs(pieces: Iterable[StoredPiece]) -> dict[str, list[tuple[int, int]]]:
-    """Returns where small pieces lie, by file: hyperparameters and counts, each of which is an archive of its own."""
+    """Returns the places of small pieces by file. Each hyperparameter and each count is an archive of its own."""
     runs: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
         if piece.size <= _REPEATED:

@@ -21,9 +21,10 @@ from statekit.budget import Account
 from statekit.converters.formats.msgpack.reader import Inline
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.array import Header, Shards, absent_chunks, checked_header, open_array
-from statekit.converters.formats.zarr.stores import Store, checked_key
+from statekit.converters.formats.zarr.stores import Store
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.files.checkpoint import Finding
+from statekit.files.tree import checked_key
 from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, dtype_named
 from statekit.tensors.tree import MAX_DEPTH, Tree, loose_json, strict_json
 from statekit.tensors.typed import Name, Natural, typed

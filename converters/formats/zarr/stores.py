@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from statekit.budget import Account
 from statekit.errors import CorruptError, NotFoundError, RefusedError
 from statekit.files.source import Files, Held, Source, filled, hold, record, require, walked
-from statekit.files.tree import Place, StoredPlace, address_of
+from statekit.files.tree import Place, StoredPlace, address_of, checked_key
 from statekit.pipeline import threads
 from statekit.tensors.tensor import Array
 
@@ -75,24 +75,6 @@ def read_whole(value: Source) -> bytes:
         BudgetError: It is more than the job may hold.
     """
     return record(value, 0, value.size, None, "A header")
-
-
-def checked_key(key: str, place: str) -> list[str]:
-    """Returns the parts of a relative key.
-
-    Raises:
-        RefusedError: It is absolute, empty, a URL, or leads out of its folder.
-    """
-    parts = key.split("/")
-    if "\0" in key or any(p in ("", ".", "..") for p in parts) or len(key) > 4096 or "\\" in key:
-        raise RefusedError(
-            "A checkpoint names a file outside its own folder.",
-            place=place,
-            expected="a relative path below the checkpoint",
-            found=repr(key[:200]),
-            remedy="don't use this checkpoint unless you know who made it",
-        )
-    return parts
 
 
 def _checked_name(key: str, place: str) -> None:
@@ -186,7 +168,7 @@ class OcdbtStore:
     def _recheck(self) -> None:
         """Makes sure that a database in a store is the one that was listed."""
         if isinstance(self.manifest, StoredPlace) and self.manifest.facts is not None:
-            # A tree that keeps what it has read has it.
+            # Only a tree that keeps the bytes it has read can compare them again.
             recheck = getattr(self.manifest.tree, "recheck", None)
             if recheck is not None:
                 recheck(self.manifest.facts)

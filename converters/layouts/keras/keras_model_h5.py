@@ -49,11 +49,9 @@ from statekit.converters.layouts.keras.state import (
     by_config,
     kind_of,
     numbered,
-    order_of,
     places,
     state_of,
     unknown_class,
-    variables_of,
 )
 from statekit.converters.layouts.keras.variables import Order, Place, Variable, in_order, is_group, without
 from statekit.errors import InexactError
@@ -136,13 +134,7 @@ class KerasModelH5:
             state = muon.together(state, home)
         if state.optimizer.schema == native.SCHEMA:
             home = home_in(state)
-            values = {
-                (path, slot): tensor for path, slot, tensor in native.native_rows(state, home, self.name)
-            }
-        else:
-            _, rows = variables_of(state, home, self.name)
-            order = order_of(state)
-            values = {(None if i is None else order[i], slot): tensor for i, slot, tensor in rows}
+        values = native.values_of_slots(state, home, self.name)
         had = {(path, slot): tuple(place) for path, slot, place in whole["rows"]}
         if values.keys() != had.keys() or state.params.keys() != whole["places"].keys():
             raise InexactError(

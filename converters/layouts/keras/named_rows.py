@@ -1,7 +1,7 @@
 """Optimizers without a schema in files that name their variables: Keras 2's objects, and whole-model .h5 files.
 
 Input: the names of an optimizer's variables, or the objects of a `tf.train.Checkpoint`; output: for each variable its
-parameter and what it is. What an optimizer keeps of no parameter stays with it, as Nadam's product.
+parameter and what it is. A variable that belongs to no parameter, as Nadam's product, stays with the optimizer.
 
 Source: keras-team/keras v2.15.0, keras/optimizers/optimizer.py, `add_variable_from_reference`, and
 keras/optimizers/legacy/optimizer_v2.py, `_create_hypers`, `add_slot`.
@@ -55,7 +55,7 @@ def config_signature(config: Any, is_keras2: bool) -> Signature | None:
 
 
 class NamedRow(NamedTuple):
-    """One of an optimizer's variables: where it lies, its name, its parameter (None of none), and what it is."""
+    """A variable of an optimizer: its place, its name, its slot, and its parameter, or None if it has none."""
 
     key: str
     full_name: str
@@ -94,9 +94,9 @@ class NamedObjects:
     """An optimizer of Keras 2 as objects of a checkpoint.
 
     Attributes:
-        objects: It, with key and name of each of its variables, and of what it moves.
+        objects: The optimizer, with key and name of each of its variables and of each parameter that it moves.
         rows: Its variables.
-        kind: Its class, or else what it is called.
+        kind: The optimizer's class, or its name where the class is unknown.
     """
 
     objects: GraphOptimizer

@@ -31,8 +31,10 @@ from statekit.converters.layouts.keras.state import (
     called,
     called_by,
     calls_of,
+    order_of,
     origin_in_keras2,
     rate_of,
+    variables_of,
 )
 from statekit.converters.layouts.keras.variables import snake_case
 from statekit.errors import Faults, InexactError, StateError
@@ -422,6 +424,21 @@ def _require_form(state: TrainState, home: Mapping[str, Any], layout: str) -> No
             found=layout,
             remedy=f"--layout {origin} goes on in Keras 2; --params-only takes the weights alone",
         )
+
+
+def values_of_slots(
+    state: TrainState, home: Mapping[str, Any], layout: str
+) -> dict[tuple[str | None, str], Tensor]:
+    """Returns an optimizer's variables by parameter and slot; the parameter is None for what it has once.
+
+    Raises:
+        InexactError: No optimizer of Keras holds the state; lists every reason.
+    """
+    if state.optimizer.schema == SCHEMA:
+        return {(path, slot): tensor for path, slot, tensor in native_rows(state, home, layout)}
+    _, rows = variables_of(state, home, layout)
+    order = order_of(state)
+    return {(None if i is None else order[i], slot): tensor for i, slot, tensor in rows}
 
 
 def native_rows(

@@ -211,7 +211,7 @@ def _check(
 
 
 def _check_names(optimizer: GraphOptimizer, place: object) -> None:
-    """Checks that names tell an optimizer's variables apart, from each other and from what it moves."""
+    """Checks that each variable of an optimizer has a name of its own, which no parameter has."""
     counts = Counter(name for _, name in (*optimizer.variables, *optimizer.moved))
     faults = Faults(("is the name of several variables", name) for name, count in counts.items() if count > 1)
     scope = re.compile(rf"{re.escape(optimizer.name)}(_\d+)?/", re.DOTALL)

@@ -49,10 +49,8 @@ from statekit.converters.layouts.keras.state import (
     Numbered,
     Parts,
     numbered,
-    order_of,
     places,
     state_of,
-    variables_of,
 )
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
@@ -142,14 +140,7 @@ class Keras2Graph:
         """Returns the flat tree of keys: the objects that the state came from, with its values."""
         home = home_in(state)
         had = home.get("graph") or {}
-        if state.optimizer.schema == native.SCHEMA:
-            values = {
-                (path, slot): tensor for path, slot, tensor in native.native_rows(state, home, self.name)
-            }
-        else:
-            _, rows = variables_of(state, home, self.name)
-            order = order_of(state)
-            values = {(None if i is None else order[i], slot): tensor for i, slot, tensor in rows}
+        values = native.values_of_slots(state, home, self.name)
         is_same = values.keys() == {(path, slot) for _, path, slot in had.get("own", ())}
         if had.get("layout") != self.name or not is_same or had["places"].keys() != state.params.keys():
             raise InexactError(
