@@ -470,6 +470,47 @@ def test_a_store_that_denies_or_changes_fails_the_task_alone(
             assert f"{changed.value.place}".startswith("s3://bucket/run/")
 
 
+def test_a_worker_asks_a_store_for_nothing_that_the_split_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    torch = pytest.importorskip("torch")
+    params = {f"layer{i}.weight": torch.zeros(200, 200) for i in range(12)}
+    state = {
+        i: {"step": torch.tensor(1.0), "exp_avg": weight + 0, "exp_avg_sq": weight + 0}
+        for i, weight in enumerate(params.values())
+    }
+    group = {"params": [*state], "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    options = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
+    group |= {**options, "decoupled_weight_decay": True, "foreach": None, "fused": None}
+    torch.save({"model": params, "optimizer": {"state": state, "param_groups": [group]}}, tmp_path / "run.pt")
+    with serving("s3", {"run.pt": (tmp_path / "run.pt").read_bytes()}) as (address, served):
+        named = {"REGION": "us-east-1", "ENDPOINT_URL": address}
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION", "ENDPOINT_URL"):
+            monkeypatch.setenv(f"AWS_{name}", named.get(name, SECRET))
+        planned_ = statekit.plan("s3://bucket/run.pt", tmp_path / "there", to="statekit", require="lossy")
+        split(planned_, tmp_path / "work", 2**20).close()
+        assert len(served.requests) > 12  # a request for each count: tensors lie between them
+        for torn in (False, True):
+            served.requests.clear()
+            if torn:
+                brought = tmp_path / "work" / folder.BROUGHT
+                brought.write_bytes(brought.read_bytes()[:-1])
+            with Work(tmp_path / "work") as work:
+                assert work.opened
+                reads = sum("list-type" not in asked for asked in served.requests)
+                assert reads > 12 if torn else not reads
+                work.run(0)
+        served.tag = '"2"'  # as large, and written in the same second
+        with (
+            pytest.raises(CorruptError, match="changed after the work was split"),
+            Work(tmp_path / "work") as work,
+        ):
+            assert work.opened
+        work.drop()
+        assert not (tmp_path / "work").exists()
+
+
 def test_finish_is_done_once_and_says_the_same_again(work: Work) -> None:
     _all_but_finish(work)
     first = work.finish()

@@ -130,6 +130,19 @@ class ReadAhead:
         )
         list(self._threads.map(read, pieces))
 
+    def brought(self) -> list[tuple[Facts, int, memoryview]]:
+        """Returns what was brought and is kept: the file, the first byte, and the bytes; the smallest first."""
+        with self._lock:
+            kept = [
+                (self._tree.facts(name), start, window.data) for (name, start), window in self._kept.items()
+            ]
+        runs = [(facts, start, data) for facts, start, data in kept if facts is not None]
+        return sorted(runs, key=lambda run: (len(run[2]), run[0].name, run[1]))
+
+    def put(self, facts: Facts, start: int, data: memoryview) -> None:
+        """Keeps bytes of a file that another tree has brought, of the same identity."""
+        self._keep(facts.name, _Window(start, data))
+
     def expect(self, count: int | None) -> None:
         """Has no more asked for ahead than so many bytes, which are all that will be read from now on; None: any."""
         self._left = count

@@ -1,6 +1,7 @@
 """The folder of a work, which all that carry it out see.
 
     work.json                    what was asked for, and what a worker's own plan must agree with
+    brought                      what the split read of a source in a store, so that no worker asks for it again
     parts/00017.json             a part record: task 17 is done; created if absent, never changed
     attempts/00017-<uuid>/       what an attempt at task 17 writes; the part record names the attempt that counts
     attempts/00017-<uuid>.json   how far that attempt is, or why it failed
@@ -29,7 +30,8 @@ from statekit.files.file_changes import SMALL_BYTES
 from statekit.files.integrity import check_no_damage
 from statekit.files.sections import CutPoints, Section
 from statekit.files.source import read_small
-from statekit.files.tree import spelled
+from statekit.files.tree import StoredPlace, spelled
+from statekit.scale.brought import put_brought
 from statekit.scale.fingerprint import check_fingerprint
 from statekit.scale.parts import PartRecord, check_own_digest, read_part
 from statekit.scale.request import RequestDocument, from_json
@@ -40,7 +42,7 @@ from statekit.tensors.typed import Name, Natural, typed
 
 FORMAT = "statekit-work"
 VERSION = 1
-DOCUMENT, PARTS, ATTEMPTS, FINISHED = "work.json", "parts", "attempts", "finished"
+DOCUMENT, BROUGHT, PARTS, ATTEMPTS, FINISHED = "work.json", "brought", "parts", "attempts", "finished"
 _BROKEN = "This isn't the document of a work, or it was changed"
 
 
@@ -52,7 +54,7 @@ class WorkDocument(TypedDict):
     request: RequestDocument
     plan: str
     task_bytes: Natural
-    source: dict[Name, list[Natural]]
+    source: dict[Name, list[Natural | str]]
     fingerprint: dict[Name, str]
     tasks: list[tuple[str, Natural, Natural]]
     digest: str
@@ -135,6 +137,7 @@ class WorkFolder:
         """
         check_fingerprint(self.document["fingerprint"], self.place)
         request = from_json(self.document["request"])
+        put_brought(request.ref.place, self.place / BROUGHT)
         plan = prepare(request)
         prepared = self._stack.enter_context(carried_out(plan))
         if changed := _changed(self.document["source"], facts_of(prepared)):
@@ -252,12 +255,19 @@ def _proven_files(prepared: Prepared) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size > SMALL_BYTES}
 
 
-def facts_of(prepared: Prepared) -> dict[str, list[int]]:
-    """Returns size and time of the last change of the source's files: what all machines see alike."""
-    return {spelled(place): [facts.size, facts.changed or 0] for place, facts in prepared.files.items()}
+def facts_of(prepared: Prepared) -> dict[str, list[int | str]]:
+    """Returns what all machines see alike of the source's files: size, time of the last change, a store's identity."""
+    return {
+        spelled(place): [
+            facts.size,
+            facts.changed or 0,
+            *([facts.identity] if isinstance(place, StoredPlace) else []),
+        ]
+        for place, facts in prepared.files.items()
+    }
 
 
-def _changed(then: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]]) -> list[str]:
+def _changed(then: Mapping[str, Sequence[object]], now: Mapping[str, Sequence[object]]) -> list[str]:
     return [name for name in {**then, **now} if then.get(name) != now.get(name)]
 
 

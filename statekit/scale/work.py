@@ -16,10 +16,12 @@ from statekit.conversion.plan import Plan
 from statekit.conversion.prepared import carried_out
 from statekit.errors import CommitError, TargetExistsError, UsageError, some
 from statekit.files.durable import new_file, rename_new, sync_folder, writing
+from statekit.scale.brought import brought_of
 from statekit.scale.fingerprint import fingerprint
 from statekit.scale.finish import finish as finish_work
 from statekit.scale.folder import (
     ATTEMPTS,
+    BROUGHT,
     DOCUMENT,
     FINISHED,
     FORMAT,
@@ -80,7 +82,8 @@ def split(plan: Plan, place: str | os.PathLike[str], task_bytes: int = TASK_BYTE
             "fingerprint": fingerprint(),
             "tasks": [task.to_json() for task in opened.tasks],
         }
-        _make(folder, {**document, "digest": json_digest(document)})
+        brought = brought_of(prepared.opened.checkpoint.path)
+        _make(folder, {**document, "digest": json_digest(document)}, brought)
         return Work(folder, opened)
     except BaseException:
         prepared.close()
@@ -139,7 +142,8 @@ class Work(WorkFolder):
         self.close()
         with writing(self.place):
             (self.place / DOCUMENT).unlink(missing_ok=True)  # nobody begins a task any more
-            (self.place / FINISHED).unlink(missing_ok=True)
+            for name in (FINISHED, BROUGHT):
+                (self.place / name).unlink(missing_ok=True)
             for name in (PARTS, ATTEMPTS):
                 if (folder := self.place / name).exists():
                     shutil.rmtree(folder)
@@ -189,7 +193,7 @@ def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:
         )
 
 
-def _make(folder: Path, document: Mapping[str, Any]) -> None:
+def _make(folder: Path, document: Mapping[str, Any], brought: bytes) -> None:
     """Makes the folder of a work; one of the same work stays as it is."""
     text = json.dumps(document, allow_nan=False).encode("ascii")
     with writing(folder):
@@ -213,11 +217,13 @@ def _make(folder: Path, document: Mapping[str, Any]) -> None:
         for name in (PARTS, ATTEMPTS):
             (folder / name).mkdir(exist_ok=True)
         draft = folder / f"{DOCUMENT}.{os.getpid()}"
-        with new_file(draft) as output:
-            output.write(text)
-        try:
-            rename_new(draft, folder / DOCUMENT)
-        except FileExistsError:  # another process split the same plan
-            draft.unlink()
-            _make(folder, document)
+        for name, data in (((BROUGHT, brought),) if brought else ()) + ((DOCUMENT, text),):
+            with new_file(draft) as output:
+                output.write(data)
+            try:
+                rename_new(draft, folder / name)
+            except FileExistsError:  # another process split the same plan
+                draft.unlink()
+                if name == DOCUMENT:
+                    _make(folder, document, brought)
         sync_folder(folder)

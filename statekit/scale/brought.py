@@ -1,0 +1,68 @@
+"""What a split read of a source in a store: a worker plans from it, and sends none of these requests again.
+
+A count of each parameter takes a request of its own where large tensors lie between. The file has the BLAKE3 of what
+follows, a line that says which run of which file each is, and the bytes of all runs. A worker takes those of the
+identities that it was told by the store itself; of a torn file none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from blake3 import blake3
+
+from statekit.files.ahead import ReadAhead
+from statekit.files.source import read_small
+from statekit.files.tree import Facts, Place, StoredPlace
+from statekit.tensors.tree import strict_json
+from statekit.tensors.typed import Name, Natural, typed
+
+MOST_BYTES = 2**25
+"""Bytes that are kept at most, the smallest runs first: each saves a worker a request."""
+
+
+def brought_of(place: Place) -> bytes:
+    """Returns what was read so far of a checkpoint's store, as it stands in a work's folder; empty of a disk."""
+    tree = _tree(place)
+    if tree is None:
+        return b""
+    runs = list(_within(tree.brought()))
+    heading = [(facts.name, facts.identity, start, len(data)) for facts, start, data in runs]
+    rest = b"".join([json.dumps(heading).encode("ascii"), b"\n", *(data for _, _, data in runs)])
+    return blake3(rest).hexdigest().encode("ascii") + b"\n" + rest
+
+
+def put_brought(place: Place, file: Path) -> None:
+    """Gives a worker's tree what a split read, where the store still says that it is the same.
+
+    Raises:
+        FormatError: The file isn't what a split writes.
+    """
+    tree, whole = _tree(place), read_small(file) if file.is_file() else b""
+    digest, _, rest = whole.partition(b"\n")
+    if tree is None or blake3(rest).hexdigest().encode("ascii") != digest:
+        return
+    line, _, _ = rest.partition(b"\n")
+    heading = typed(strict_json(line, file), list[tuple[Name, Name, Natural, Natural]], file)
+    data = memoryview(rest)[len(line) + 1 :]
+    for name, identity, start, count in heading:
+        facts = tree.facts(name)
+        if facts is not None and facts.identity == identity and len(data[:count]) == count:
+            tree.put(facts, start, data[:count])
+        data = data[count:]
+
+
+def _tree(place: Place) -> ReadAhead | None:
+    tree = place.tree if isinstance(place, StoredPlace) else None
+    return tree if isinstance(tree, ReadAhead) else None
+
+
+def _within(runs: list[tuple[Facts, int, memoryview]]) -> Iterator[tuple[Facts, int, memoryview]]:
+    """Yields the first runs, as far as there is room."""
+    room = MOST_BYTES
+    for run in runs:
+        if (room := room - len(run[2])) < 0:
+            return
+        yield run
