@@ -7,14 +7,18 @@ import shlex
 import sys
 import types
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import statekit
 from statekit.cli.main import main
 from statekit.errors import StateError
+from statekit.state.rates import Rates
+from statekit.state.run import run_of
 from statekit.torch import attest
 
 pytestmark = pytest.mark.torch
@@ -278,7 +282,13 @@ def test_of_weights_alone_no_verdict_speaks_of_updates(
     )
 
 
+LATE = torch.optim.lr_scheduler
 SCHEDULES: dict[str, Any] = {
+    "SWALR": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, 0.002, 5, "linear"),
+    "CyclicLR": lambda optimizer: LATE.CyclicLR(optimizer, 0.001, 0.1, 4, mode="triangular2"),
+    "ChainedScheduler": lambda optimizer: LATE.ChainedScheduler(
+        [LATE.ConstantLR(optimizer, 0.5, 4), LATE.ExponentialLR(optimizer, 0.9)]
+    ),
     "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
     "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
         optimizer, mode="max", factor=0.5, patience=0
@@ -313,6 +323,66 @@ def test_printed_lines_make_schedules_whose_state_says_enough(
     trained(model, optimizer, scheduler, 4, 5, 6)
     trained(fresh, program["optimizer"], program["scheduler"], 4, 5, 6)
     assert all(map(torch.equal, values(fresh), values(model)))
+
+
+@pytest.mark.parametrize("kind", ["SWALR", "OneCycleLR"])
+def test_a_schedule_of_an_older_release_keeps_a_function(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As PyTorch 1.13.1 saves them, OneCycleLR's bound to an object of it. Seen red: the file couldn't be opened."""
+    model, fresh, path = Net(), Net(1), tmp_path / "last.pt"
+    optimizer = torch.optim.AdamW(model.parameters(), 0.03)
+    owner, name = {
+        "SWALR": (torch.optim.swa_utils.SWALR, "_linear_anneal"),
+        "OneCycleLR": (object.__new__(LATE.OneCycleLR), "_annealing_linear"),
+    }[kind]
+    scheduler: Any = (
+        torch.optim.swa_utils.SWALR(optimizer, 0.002, 5, "linear")
+        if kind == "SWALR"
+        else LATE.OneCycleLR(optimizer, 0.1, total_steps=9, anneal_strategy="linear")
+    )
+    for number in (1, 2, 3):
+        updated(model, optimizer, number)
+        scheduler.step()
+    state = {key: value for key, value in scheduler.state_dict().items() if not key.startswith("_anneal")}
+    function = getattr(owner, name) if kind == "SWALR" else MethodType(getattr(LATE.OneCycleLR, name), owner)
+    states = {"optimizer": optimizer.state_dict(), "lr_scheduler": {**state, "anneal_func": function}}
+    torch.save({"model": model.state_dict(), **states}, path)
+    program: dict[str, Any] = {"model": fresh}
+    exec(printed(path, capsys), program)
+    for number in (4, 5, 6):
+        updated(model, optimizer, number)
+        scheduler.step()
+        updated(fresh, program["optimizer"], number)
+        program["scheduler"].step()
+    assert all(map(torch.equal, values(fresh), values(model)))
+
+
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+@pytest.mark.parametrize("done", [1, 3, 5, 7])
+def test_the_rates_of_swa_are_a_function_of_the_updates_done(
+    strategy: Any, done: int, tmp_path: Path
+) -> None:
+    """Seen red: nothing was known of them."""
+    model, path = Net(), tmp_path / "last.pt"
+    first, *others = model.parameters()
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": others, "lr": 0.03}]
+    optimizer = torch.optim.AdamW(groups, 0.1)
+    scheduler = torch.optim.swa_utils.SWALR(optimizer, 0.01, 5, strategy)
+    for number in range(done):
+        updated(model, optimizer, number)
+        scheduler.step()
+    states = {"optimizer": optimizer.state_dict(), "lr_scheduler": scheduler.state_dict()}
+    torch.save({"model": model.state_dict(), **states}, path)
+    with statekit.open(path) as opened:
+        (schedule,) = run_of(opened.state.extra).schedules
+    for number in range(done, 9):
+        for group, options in enumerate(optimizer.param_groups):
+            rates = schedule.of_group(group)
+            assert isinstance(rates, Rates)
+            assert rates.rate(number) == pytest.approx(options["lr"], rel=1e-12)
+        optimizer.step()
+        scheduler.step()
 
 
 def test_accelerate_attests_the_model_that_is_moved_beside_a_frozen_one(tmp_path: Path) -> None:

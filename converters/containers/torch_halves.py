@@ -312,6 +312,9 @@ def sb3_parts(source: Source) -> dict[str, Opened]:
     }
 
 
+_LOGARITHM = "log_ent_coef"
+
+
 def sb3_tree(parts: Mapping[str, Tree], place: str) -> dict[str, Tree]:
     """Returns networks beside their optimizers, each pair under the names of one network.
 
@@ -331,7 +334,19 @@ def sb3_tree(parts: Mapping[str, Tree], place: str) -> dict[str, Tree]:
         name: part for name, part in parts.items() if name != _POLICY and not name.endswith(_OF_NETWORK)
     }
     optimizers = {f"{name}_optimizer": parts[f"{name}{_OF_NETWORK}"] for name in networks}
-    return {**_networks(policy, networks), **optimizers, **others}
+    return {**_networks(policy, networks), **optimizers, **_with_entropy(others)}
+
+
+def _with_entropy(others: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Returns what lies beside a policy, with the logarithm that SAC moves by an optimizer of its own as a network.
+
+    Source: DLR-RM/stable-baselines3 stable_baselines3/sac/sac.py, `_get_torch_save_params`.
+    """
+    variables = others.get("pytorch_variables")
+    if not isinstance(variables, Mapping) or _LOGARITHM not in variables:
+        return {**others}
+    rest = {key: value for key, value in variables.items() if key != _LOGARITHM}
+    return {**others, "pytorch_variables": rest, "ent_coef": {_LOGARITHM: variables[_LOGARITHM]}}
 
 
 def _networks(policy: Mapping[Any, Tree], names: Sequence[str]) -> dict[str, Tree]:

@@ -20,7 +20,7 @@ from statekit.state.rates import Rates, Told, piece
 from statekit.state.run import KERAS_SCHEDULE, Schedule
 from statekit.state.schedules.function import says
 from statekit.state.schedules.icefall import FUNCTIONS, SETTINGS
-from statekit.state.schedules.pytorch import STATES, torch_kind
+from statekit.state.schedules.pytorch import STATES, annealing, torch_kind
 
 _TORCH = "extra/torch/"
 """Where the canonical names of what lay beside model and optimizer in a torch file begin."""
@@ -309,35 +309,48 @@ def _call(schedule: Schedule, optimizer: str = "optimizer") -> str:
 
 
 def _made(kind: str | None, state: Mapping[str, Any], optimizer: str) -> str:
-    parts = state.get("_schedulers")
+    parts: Any = state.get("_schedulers")
     if kind is None:
         return "..."
     if kind == "LambdaLR":
         arguments = "lr_lambda"
-    elif kind == "SequentialLR" and isinstance(parts, (list, tuple)) and all(map(_is_record, parts)):
+    elif kind in ("SequentialLR", "ChainedScheduler") and _are_records(parts):
         parts_code = ", ".join(_made(torch_kind(part), part, optimizer) for part in parts)
+        if kind == "ChainedScheduler":
+            return f"torch.optim.lr_scheduler.{kind}([{parts_code}])"
         arguments = f"[{parts_code}], milestones={state.get('_milestones')!r}"
     elif kind == "MultiStepLR" and says(state, STATES[kind]):
         each_at = [at for at, times in state["milestones"].items() for _ in range(times)]
         arguments = f"milestones={each_at!r}, gamma={state['gamma']!r}"
     else:
         arguments = _stated_arguments(kind, state)
-    return f"torch.optim.lr_scheduler.{kind}({optimizer}, {arguments})"
+    module = "swa_utils" if kind == "SWALR" else "lr_scheduler"
+    return f"torch.optim.{module}.{kind}({optimizer}, {arguments})"
 
 
 def _stated_arguments(kind: str, state: Mapping[str, Any]) -> str:
     """Returns the arguments of a class of PyTorch that its state holds by name; `...` where it doesn't hold enough."""
-    if kind == "OneCycleLR":  # its highest rates come with the optimizer's groups
-        momenta = "" if state.get("cycle_momentum", True) else ", cycle_momentum=False"
-        return f"max_lr=1.0, total_steps={state['total_steps']!r}{momenta}"
+    strategy = f"anneal_strategy={annealing(state)!r}"
+    # Where these lead a rate comes with the optimizer's groups, or with the state.
+    match kind:
+        case "OneCycleLR" if {"total_steps"} <= state.keys():
+            return f"max_lr=1.0, total_steps={state['total_steps']!r}, {strategy}{_momenta(state)}"
+        case "SWALR":
+            return f"swa_lr=1.0, anneal_epochs={state['anneal_epochs']!r}, {strategy}"
+        case "CyclicLR" if {"max_lrs", "mode"} <= state.keys() and state.get("_scale_fn_custom") is None:
+            return f"base_lr=1.0, max_lr=1.0, mode={state['mode']!r}{_momenta(state)}"
     names = _ARGUMENTS.get(kind)
     if names is None or not {*names} <= state.keys():
         return "..."
     return ", ".join(f"{name}={state[name]!r}" for name in names)
 
 
-def _is_record(part: Any) -> bool:
-    return isinstance(part, Mapping)
+def _momenta(state: Mapping[str, Any]) -> str:
+    return "" if state.get("cycle_momentum", True) else ", cycle_momentum=False"
+
+
+def _are_records(parts: Any) -> bool:
+    return isinstance(parts, (list, tuple)) and all(isinstance(part, Mapping) for part in parts)
 
 
 def _is_torchs(schedule: Schedule) -> bool:

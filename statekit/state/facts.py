@@ -249,11 +249,14 @@ def with_optimizer(state: TrainState, name: str | None) -> TrainState:
     fitting = dict.fromkeys(
         optimizer for fact in facts for optimizer in (fact.value, *fact.others) if optimizer is not None
     )
-    if name not in (fitting or {schema for schema, _ in state.optimizer.kinds}):
+    names = dict.fromkeys(fitting or [schema for schema, _ in state.optimizer.kinds])
+    if all(group.hyperparameters.get(DECOUPLED) is False for group in state.optimizer.groups):
+        names["adam"] = None
+    if name not in names:
         raise UsageError(
             "The optimizer can't be that.",
             place="--optimizer",
-            expected=", ".join(fitting or [schema for schema, _ in state.optimizer.kinds]),
+            expected=", ".join(names),
             found=name,
         )
     others = load_schema(state.optimizer.kinds[0][0]).data.get("look_alikes", {})

@@ -183,7 +183,7 @@ _PLACE_IN_TIME |= {
     "num_bad_epochs",
     "cooldown_counter",
 }
-_TORCH = frozenset({"last_epoch", "base_lrs", "lr_batches"})
+_TORCH = frozenset({"last_epoch", "base_lrs", "lr_batches", "_schedulers"})
 """One of these is in the state of every schedule of torch, or of icefall."""
 _SCHEDULERS = ("*/scheduler", "*/lr_scheduler", "*/lr_schedulers/*", "*/opt_param_scheduler")
 """Where records of schedules lie whose keys don't tell their class.
@@ -391,6 +391,7 @@ class _Around:
         iterations: The updates of a run of Megatron-LM.
         program: The arguments of Megatron-LM, where its files have them.
         factors: What each group multiplies the rate of Keras' schedule by.
+        ends: The rate of each group that SWALR leads it to, None where it has none.
     """
 
     arguments: Mapping[str, Any] | None = None
@@ -399,6 +400,7 @@ class _Around:
     iterations: Any = None
     program: Mapping[str, Any] = field(default_factory=dict)
     factors: tuple[float, ...] = ()
+    ends: tuple[Any, ...] = ()
 
     @staticmethod
     def of(extra: Mapping[str, Tree]) -> _Around:
@@ -416,6 +418,7 @@ class _Around:
             call if isinstance(call, Mapping) else None,
             *_of_megatron(extra.get(_COMMON)),
             rate_factors(extra),
+            tuple(option.get("swa_lr") for option in options),
         )
 
     def of_groups(self, rates: Told) -> tuple[Told, ...]:
@@ -519,8 +522,16 @@ def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | 
     last = node.get("_last_lr")
     rates_then = tuple(last) if isinstance(last, (list, tuple)) else ()
     schedule = Schedule(torch_class, given, _count(node, "last_epoch", "batch"), name, last=rates_then)
-    rates = [torch_rates(torch_class, node, base, around.arguments) for base in schedule.bases]
-    return schedule.following(rates) if torch_class == "LambdaLR" else replace(schedule, rates=tuple(rates))
+    rates = tuple(_torch_rates(schedule, node, around))
+    return schedule.following(rates) if torch_class == "LambdaLR" else replace(schedule, rates=rates)
+
+
+def _torch_rates(schedule: Schedule, state: Mapping[Any, Any], around: _Around) -> Iterator[Told]:
+    """Yields what a schedule of PyTorch does to each group that its state has the base of."""
+    has_all = len(schedule.bases) == len(schedule.last) == len(around.ends)
+    for number, base in enumerate(schedule.bases):
+        group = {"lr": schedule.last[number], "swa_lr": around.ends[number]} if has_all else {}
+        yield torch_rates(schedule.kind, {**state, **group}, base, around.arguments)
 
 
 def _count(node: Mapping[Any, Any], *keys: str) -> int | None:

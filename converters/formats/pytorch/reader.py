@@ -154,17 +154,31 @@ def _size(args: tuple[Any, ...]) -> tuple[int, ...]:
     return _sizes(args[0]) if args else ()
 
 
+_SCHEDULES = "torch.optim.lr_scheduler."
+_FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+    f"{_SCHEDULES}OneCycleLR": ("_annealing_cos", "_annealing_linear"),
+    f"{_SCHEDULES}CyclicLR": ("_triangular_scale_fn", "_triangular2_scale_fn", "_exp_range_scale_fn"),
+    "torch.optim.swa_utils.SWALR": ("_cosine_anneal", "_linear_anneal"),
+}
+"""Class -> its functions that a schedule of an older release keeps in its state, some bound to the schedule itself.
+
+Source: pytorch/pytorch torch/optim/lr_scheduler.py and swa_utils.py, up to 2.6.
+"""
+
+
 def _part_of_class(args: tuple[Any, ...]) -> Record:
     """Returns a class or a function within a class of another package, as protocols below 4 name it.
 
-    Nothing is looked up, and a function that a file calls is refused as any other is. PyTorch's own have classes alone.
+    Nothing is looked up, and a function that a file calls is refused as any other is. PyTorch's own have classes, and
+    what its schedules keep: the schedule that such a function is bound to says nothing further.
     """
     owner, name = args
-    is_class = (
-        isinstance(owner, Record) and not owner.args and owner.state is None and constructor(owner.name)
-    )
+    holder = owner.name if isinstance(owner, Record) else ""
+    if name in _FUNCTIONS.get(holder, ()):
+        return Record(f"{holder}.{name}")
+    is_class = isinstance(owner, Record) and not owner.args and owner.state is None and constructor(holder)
     if is_class and isinstance(name, str) and name.isidentifier():
-        part = f"{owner.name}.{name}"
+        part = f"{holder}.{name}"
         if constructor(part) or not part.startswith("torch."):
             return Record(part)
     raise RefusedError(

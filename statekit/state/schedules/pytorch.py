@@ -12,13 +12,21 @@ from typing import Annotated, Any, TypeAlias, TypedDict
 
 from statekit.state.rates import Piece, Rates, Told, joined, piece
 from statekit.state.schedules.function import Function, fault, says
+from statekit.tensors.tree import Record
 from statekit.tensors.typed import Finite, Limit, Name, Natural, Positive, fits, misfits
 
+_ANNEALING = {
+    "_cosine_anneal": "cos", "_linear_anneal": "linear", "_annealing_cos": "cos", "_annealing_linear": "linear",
+}  # fmt: skip
+"""Function of SWALR or OneCycleLR, which older releases keep in their state -> how it anneals."""
 TORCH_SCHEDULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (kind, frozenset(keys.split()))
     for kind, keys in (
         ("Eden", "lr_batches lr_epochs"),
         ("OneCycleLR", "total_steps _anneal_func_type"),
+        ("OneCycleLR", "total_steps anneal_func"),
+        ("SWALR", "anneal_epochs _anneal_strategy"),
+        ("SWALR", "anneal_epochs anneal_func"),
         ("CyclicLR", "total_size step_ratio"),
         ("CosineAnnealingWarmRestarts", "T_0 T_mult"),
         ("CosineAnnealingLR", "T_max eta_min"),
@@ -35,7 +43,7 @@ TORCH_SCHEDULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
     )
 )
 """Class -> keys that its state has; the first that fits is meant. LambdaLR is also what transformers' get_scheduler
-makes, of functions that no state holds.
+makes, of functions that no state holds. Older releases keep a function for the name of an annealing.
 
 Source: pytorch/pytorch torch/optim/lr_scheduler.py; k2-fsa/icefall egs/librispeech/ASR/zipformer/optim.py, `Eden`.
 """
@@ -53,7 +61,7 @@ def torch_rates(
 
     Args:
         kind: Its class.
-        state: Its `state_dict()`.
+        state: Its `state_dict()`; of SWALR with the group's `lr` and `swa_lr`.
         base: The group's entry of its `base_lrs`.
         arguments: Those of the Trainer that made it, where they are known: a LambdaLR's state hasn't its function.
 
@@ -65,6 +73,8 @@ def torch_rates(
         return _transformers(base, arguments) if arguments else "a LambdaLR's function is in no file"
     if kind == "SequentialLR":
         return _sequence(state, base)
+    if kind == "SWALR":
+        return _swa(state)
     make = _TORCH.get(kind or "")
     if make is None:
         return f"{kind or 'a schedule of an unknown class'} isn't a function of the updates done that others have"
@@ -155,6 +165,36 @@ def _sequence(state: Mapping[str, Any], base: float) -> Told:
             return rates
         parts.append(rates)
     return joined(parts, state["_milestones"])
+
+
+_SWA = {"swa_lr": Finite, "lr": Finite, "last_epoch": Natural, "anneal_epochs": Natural}
+"""What says where SWALR anneals to, and how far it is."""
+
+
+def annealing(state: Mapping[str, Any]) -> str | None:
+    """Returns how SWALR or OneCycleLR anneals, "cos" or "linear"; None if its state doesn't say it."""
+    named, function = state.get("_anneal_strategy", state.get("_anneal_func_type")), state.get("anneal_func")
+    if isinstance(function, Record):
+        named = _ANNEALING.get(function.name.rpartition(".")[2])
+    return named if named in ("cos", "linear") else None
+
+
+def _swa(state: Mapping[str, Any]) -> Told:
+    """Returns what SWALR does to a group, whose rate it anneals from wherever it was to `swa_lr`.
+
+    Source: pytorch/pytorch torch/optim/swa_utils.py, `SWALR.get_lr`.
+    """
+    strategy = annealing(state)
+    if strategy is None or not says(state, _SWA):
+        return "nothing tells to what rate SWALR anneals, or how: its optimizer's groups have `swa_lr`"
+    whole, end, rate = state["anneal_epochs"], state["swa_lr"], state["lr"]
+    done = min(1.0, state["last_epoch"] / whole) if whole else 1.0
+    share = (1 - math.cos(math.pi * done)) / 2 if strategy == "cos" else done
+    if share == 1:
+        return Rates((piece("constant", rate=end),))
+    start = (rate - share * end) / (1 - share)
+    falling = piece("cosine" if strategy == "cos" else "linear", start=start, end=end, steps=whole)
+    return Rates((falling, piece("constant", whole, rate=end)))
 
 
 def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
