@@ -615,3 +615,77 @@ def test_lines_do_not_clip_where_the_optimizers_own_step_does(
     torch.save({"state_dict": model.state_dict(), "optimizer": state}, path)
     lines = printed(path, capsys)
     assert "LAMB of timm" in lines and "clip_grad_norm_" not in lines
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Has the state, the options and the two modes of schedulefree 1.4.1's SGDScheduleFree."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        usual = {"lr": lr, "momentum": 0.9, "r": 0.0, "k": 0, "warmup_steps": 0, "train_mode": False}
+        more = {"weight_sum": 0.0, "lr_max": -1.0, "scheduled_lr": 0.0, "weight_lr_power": 2.0}
+        super().__init__(params, {**usual, **more, "weight_decay": 0, "foreach": False})
+
+    def _moved(self, mode: bool, share: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != mode:
+                group["train_mode"] = mode
+                for param in group["params"]:
+                    param.data.lerp_(
+                        end=self.state[param]["z"], weight=share
+                    ) if param in self.state else None
+
+    def eval(self) -> None:
+        self._moved(False, 1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self._moved(True, 1 - 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.clone())
+                param.lerp_(end=z, weight=1 / group["k"]).sub_(param.grad, alpha=0.1 * group["lr"])
+                z.sub_(param.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("saved", ["eval", "train"])
+@pytest.mark.parametrize("resumed", ["eval", "train"])
+def test_weights_that_a_schedule_free_optimizer_averages_are_called_so(
+    saved: str, resumed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: a right resume in the other mode was stopped, and "0 updates done" or none were counted."""
+    model, path = Net(), tmp_path / "last.pt"
+    optimizer = ScheduleFree(model.parameters(), 0.01)
+    optimizer.train()
+    updated(model, optimizer, 1, 2, 3)
+    getattr(optimizer, saved)()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert ("optimizer.train()" in printed(path, capsys)) == (saved == "eval")
+    assert main(["inspect", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert ("The weights are averages" in shown) == (saved == "eval") and "3 updates done" in shown
+    fresh = Net(1)
+    going_on = ScheduleFree(fresh.parameters(), 0.01)
+    checkpoint = torch.load(path)
+    fresh.load_state_dict(checkpoint["model"])
+    going_on.load_state_dict(checkpoint["optimizer"])
+    getattr(going_on, resumed)()
+    assert attest(going_on, fresh.named_parameters(), path).passed
+    with torch.no_grad():
+        fresh.a.weight.mul_(1.0001)
+    (finding,) = attest(going_on, fresh.named_parameters(), path).findings
+    assert finding.name == "parameter-differs"
+    fresh.load_state_dict(checkpoint["model"])
+    if saved != resumed:  # as where the mode alone was set
+        assert not attest(going_on, fresh.named_parameters(), path).passed
+
+
+def test_adam_may_be_called_adam(tmp_path: Path) -> None:
+    """Seen red: `expected: adamw`, of a file that says Adam."""
+    model, path = Net(), tmp_path / "last.pt"
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    updated(model, optimizer, 1)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert main(["convert", str(path), str(tmp_path / "out.pt"), "--optimizer", "adam"]) == 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from statekit.attestation.attest import LIVE_ORDER, WIDENED, attesting, sampled, widened
 from statekit.attestation.attestation import Attestation, Finding
+from statekit.attestation.averaged import in_live_mode
 from statekit.attestation.faults import fault
 from statekit.attestation.live_run import LiveRun
 from statekit.conversion import registry
@@ -125,6 +126,7 @@ def attest_by_names(
     gone = {path_of(place) for place in elsewhere}
     lacking = [path for path in expected.params if path not in actual.params and path not in expected.options]
     expected = _without(expected, {*gone, *lacking})
+    expected, mode_notes = in_live_mode(expected, actual)
     chosen = sampled([*expected.params], sample, seed)
     compared = _Compared(lambda path: path in chosen)
     all_findings = [*findings]
@@ -134,7 +136,7 @@ def attest_by_names(
     all_findings += compared.findings("slot", _slots(expected), _slots(actual))
     all_findings += _options(expected.options, actual.options)
     notes = [_RULE.format(what=expected.what.partition(";")[0]), *_unsaid(expected.options, actual.options)]
-    notes += compared.notes
+    notes += [*mode_notes, *compared.notes]
     notes += [f"the params/{path}: the checkpoint has it, and none was given" for path in lacking]
     if expected.others:
         notes.append(f"{some(sorted(expected.others))}: no parameters and no slots")

@@ -250,7 +250,7 @@ def with_optimizer(state: TrainState, name: str | None) -> TrainState:
         optimizer for fact in facts for optimizer in (fact.value, *fact.others) if optimizer is not None
     )
     names = dict.fromkeys(fitting or [schema for schema, _ in state.optimizer.kinds])
-    if all(group.hyperparameters.get(DECOUPLED) is False for group in state.optimizer.groups):
+    if all(group.hyperparameters.get("decoupled_weight_decay") is False for group in state.optimizer.groups):
         names["adam"] = None
     if name not in names:
         raise UsageError(

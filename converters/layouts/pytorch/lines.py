@@ -148,9 +148,16 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *_optimizer_lines(state, saved),
         *(_apart_lines(state) if form == "flat" else []),
         *load[form],
+        *_mode_lines(state),
         *(_back_lines(state) if form == "flat" else _empty_group_lines(state) if form else []),
         *_late_schedule(rates, f"checkpoint{subscripts(rates.torch_place)}"),
     ]
+
+
+def _mode_lines(state: State) -> list[str]:
+    """Returns the line that a schedule-free optimizer needs whose weights were saved as averages."""
+    averaged = any(group["hyperparameters"].get("train_mode") is False for group in state["groups"])
+    return ["optimizer.train()  # the weights were saved as averages, as eval() leaves them"] * averaged
 
 
 def program_lines(checkpoint: Checkpoint) -> list[str]:

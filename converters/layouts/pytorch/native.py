@@ -31,6 +31,9 @@ _DTYPE = re.compile(r"torch\.[a-z0-9_]+")
 FORM = "torch_native"
 """Key in `extra`: the form in which most parameters have their count, and whether they share one tensor."""
 _NOT_OPTIONS = ("params", "param_names")
+_AVERAGES = (
+    "The weights are averages, as the optimizer's eval() leaves them; its train() makes those that it moves."
+)
 _STEPS = ("global_step", STEP, "iteration")
 """Keys at the top of a file under which trainers keep the updates done."""
 
@@ -214,6 +217,14 @@ def _is_exact(value: Any) -> bool:
     return value is None or isinstance(value, bool | int) or fits(value, Name)
 
 
+def of_averages(groups: Sequence[Mapping[Any, Any]]) -> list[str]:
+    """Returns what is to say of weights that were saved as averages.
+
+    Source: facebookresearch/schedule_free schedulefree/adamw_schedulefree.py, `eval` and `train`.
+    """
+    return [_AVERAGES] if any(group.get("train_mode") is False for group in groups) else []
+
+
 def stated_updates(groups: Sequence[Mapping[Any, Any]], rest: Tree, checkpoint: Checkpoint) -> int | None:
     """Returns the updates that a run has done whose records don't count them: as its groups or its trainer say.
 
@@ -224,7 +235,7 @@ def stated_updates(groups: Sequence[Mapping[Any, Any]], rest: Tree, checkpoint: 
         rest: What lies beside model and optimizer.
         checkpoint: The checkpoint, which may have its step in its name or its manifest.
     """
-    stated = [group.get(STEP) for group in groups] + [
+    stated = [group.get("k" if "weight_lr_power" in group else STEP) for group in groups] + [
         rest.get(key) for key in _STEPS if isinstance(rest, Mapping)
     ]
     numbers = (number for number, form in map(_whole_number, stated) if form and number)

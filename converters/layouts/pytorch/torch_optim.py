@@ -279,7 +279,7 @@ class TorchOptim:
         kind_of = {path_of(n): kind for kind, names in zip(kinds, order.groups, strict=True) for n in names}
         faults = Faults(_misplaced(parts, moved))
         form_notes = (_BARE,) if _says_no_options(parts) else _FORM_NOTES.get(parts.form, ())
-        form_notes = (*form_notes, *_of_gradients(checkpoint))
+        form_notes = (*form_notes, *_of_gradients(checkpoint), *native.of_averages(parts.groups))
         of_names = filter(None, (note_of_names, said_of_vector))
         notes = dict.fromkeys((*order.notes, *of_names, *form_notes, *said_of_groups))
         groups = _groups(kinds, parts, order.groups, _decoupled(checkpoint, hints))
