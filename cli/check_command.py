@@ -10,7 +10,7 @@ import click
 from statekit.cli import output
 from statekit.cli.arguments import checkpoints_options
 from statekit.cli.main import DONE, WANTING
-from statekit.cli.output import Screen, Table, shown_path
+from statekit.cli.output import Screen, Table, from_here, shown_path
 from statekit.conversion.check import MANIFEST, CheckedCheckpoint, check
 from statekit.errors import plural, size
 from statekit.files.stage import Progress
@@ -79,7 +79,7 @@ def _show(stdout: Screen, checked: CheckedCheckpoint) -> None:
 def _means(checked: CheckedCheckpoint, by: str) -> str:
     if by != MANIFEST:
         return f"the format's {by}" if by else "nothing"
-    return f"the manifest {checked.manifest}" + (" (sealed)" if checked.is_sealed else "")
+    return f"the manifest {from_here(f'{checked.manifest}')}" + (" (sealed)" if checked.is_sealed else "")
 
 
 def _some(lines: list[str]) -> list[str]:

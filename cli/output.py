@@ -157,7 +157,7 @@ class Screen:
         if kept:
             self.title(title)
         for line in kept:
-            self.say(line, indent=2)
+            self.say(from_here(line), indent=2)
 
     def _line(self, parts: Sequence[Styled]) -> None:
         texts = [part.text for part in parts]
@@ -180,15 +180,21 @@ def screen() -> Screen:
 
 def shown_path(path: Place) -> str:
     """Returns a path as people name it: from the working directory, if it lies there."""
+    return from_here(f"{path}/").removesuffix("/") or "."
+
+
+def from_here(text: str) -> str:
+    """Returns text in which paths below the working directory begin there."""
     try:
-        here = Path.cwd()
+        here = re.escape(f"{Path.cwd()}/")
     except FileNotFoundError:  # it was removed
-        return str(path)
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+        return text
+    return re.sub(rf"(?<![^\s\"'`(=]){here}", "", text)
 
 
 def folded_error(text: str) -> str:
-    """Returns an error's text as it goes to stderr: folded between words where that is a terminal."""
+    """Returns an error's text as it goes to stderr: paths from here, and folded between words for a terminal."""
+    text = from_here(text)
     if not sys.stderr.isatty():
         return text
     width = shutil.get_terminal_size().columns

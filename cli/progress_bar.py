@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from statekit.errors import size
+
+_FIGURES = 50
+"""Columns that the figures beside a description take."""
 
 
 class Amount(ProgressColumn):
     """How much is done, and of how much where that is known."""
 
     def __init__(self, unit: str) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._unit = unit
 
     def render(self, task: Task) -> Text:
@@ -47,13 +51,16 @@ class TimeLeft(ProgressColumn):
 
 def bar(unit: str) -> Progress:
     """Returns a bar that disappears when it is done; amounts are in `unit`, bytes as sizes with their speed."""
-    speed = (Speed(),) if unit == "bytes" else ()
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    # A line that folds would not be one line when it is drawn again.
+    described = Column(no_wrap=True, max_width=max(10, console.width - _FIGURES))
+    speed = (Speed(Column(no_wrap=True)),) if unit == "bytes" else ()
     return Progress(
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=described),
         BarColumn(),
         Amount(unit),
         *speed,
-        TimeLeft(),
-        console=Console(stderr=True, markup=False, emoji=False, highlight=False),
+        TimeLeft(Column(no_wrap=True)),
+        console=console,
         transient=True,
     )

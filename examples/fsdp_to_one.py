@@ -1,11 +1,12 @@
 """A run of FSDP2 on two processes goes on in one process, from one file.
 
-python examples/fsdp_to_one.py FOLDER     # statekit[torch]
+python examples/fsdp_to_one.py [NEW_FOLDER]     # statekit[torch]
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -15,8 +16,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import statekit
-
-OUT = Path(sys.argv[1])
 
 
 def net() -> torch.nn.Sequential:
@@ -54,15 +53,16 @@ def rank(number: int, out: str) -> None:
 
 
 if __name__ == "__main__":
-    OUT.mkdir(parents=True, exist_ok=True)
-    torch.multiprocessing.spawn(rank, (str(OUT.absolute()),), nprocs=2)
-    expected = torch.load(OUT / "losses.pt")
+    out = Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp())
+    out.mkdir(parents=True, exist_ok=True)
+    torch.multiprocessing.spawn(rank, (str(out.absolute()),), nprocs=2)
+    expected = torch.load(out / "losses.pt")
 
-    report = statekit.convert(OUT / "run", OUT / "run.pt", layout="torch-optim")
+    report = statekit.convert(out / "run", out / "run.pt", layout="torch-optim")
     print(report.plan.headline)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
-    saved = torch.load(OUT / "run.pt")
+    saved = torch.load(out / "run.pt")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optim"])
     reached = train(model, optimizer, 4)

@@ -1,11 +1,12 @@
 """A run of Keras goes on in PyTorch with the same losses.
 
-python examples/keras_to_torch.py FOLDER     # statekit[tensorflow,torch]
+python examples/keras_to_torch.py [NEW_FOLDER]     # statekit[tensorflow,torch]
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import keras
@@ -15,7 +16,7 @@ import torch
 import statekit
 import statekit.torch
 
-OUT = Path(sys.argv[1])
+OUT = Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp())
 OUT.mkdir(parents=True, exist_ok=True)
 keras.utils.set_random_seed(0)
 x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")

@@ -1,11 +1,12 @@
 """A run of Flax NNX with Optax goes on in PyTorch with the same losses.
 
-python examples/nnx_to_torch.py FOLDER     # statekit[jax,torch], flax
+python examples/nnx_to_torch.py [NEW_FOLDER]     # statekit[jax,torch], flax
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,10 +16,9 @@ import orbax.checkpoint as ocp
 import torch
 from flax import nnx
 
-import statekit
 import statekit.torch
 
-OUT = Path(sys.argv[1]).absolute()
+OUT = Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp()).absolute()
 
 
 class Net(nnx.Module):

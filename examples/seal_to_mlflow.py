@@ -1,11 +1,12 @@
 """Each checkpoint that a Trainer saves is sealed and examined, and MLflow keeps its digest and the verdict.
 
-python examples/seal_to_mlflow.py FOLDER     # statekit[hf], mlflow-skinny
+python examples/seal_to_mlflow.py [NEW_FOLDER]     # statekit[hf], mlflow-skinny
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import statekit
 import statekit.hf
 from statekit.attestation.each_save import Save
 
-OUT = Path(sys.argv[1])
+OUT = Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp())
 
 
 class Net(torch.nn.Module):

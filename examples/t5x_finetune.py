@@ -1,12 +1,13 @@
 """Finetuning from a T5X checkpoint in three frameworks: the second moment's decay starts anew.
 
-python examples/t5x_finetune.py FOLDER     # statekit[torch,jax,tensorflow]
+python examples/t5x_finetune.py [NEW_FOLDER]     # statekit[torch,jax,tensorflow]
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ import statekit.jax
 import statekit.tensorflow
 import statekit.torch
 
-OUT = Path(sys.argv[1])
+OUT = Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp())
 OUT.mkdir(parents=True, exist_ok=True)
 subprocess.run([sys.executable, "-m", "statekit", "demo", "--sample", str(OUT)], check=True)
 
@@ -59,6 +60,5 @@ for other in (in_jax, in_tensorflow):
     distance = max(float(np.abs(other[name] - in_torch[name]).max()) for name in weights)
     moved = max(float(np.abs(weights[name] - in_torch[name]).max()) for name in weights)
     print(f"the update moved weights by up to {moved:.3g}; from PyTorch's it is at most {distance:.1g} away")
-    assert (
-        distance < 1e-4 * moved
-    )  # weights are float32: the last bit of one is more than 1e-5 of this update
+    # Weights are float32: the last bit of one is more than 1e-5 of this update.
+    assert distance < 1e-4 * moved

@@ -1,11 +1,12 @@
 """A run of Transformers' Trainer goes on in JAX with Optax' AdamW.
 
-python examples/trainer_to_optax.py FOLDER     # statekit[hf,jax]
+python examples/trainer_to_optax.py [NEW_FOLDER]     # statekit[hf,jax]
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import statekit
 import statekit.hf
 import statekit.jax
 
-OUT = Path(sys.argv[1])
+OUT = Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp())
 
 
 class Net(torch.nn.Module):

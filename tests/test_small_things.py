@@ -9,6 +9,7 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.cli.main import main
+from statekit.cli.output import from_here, shown_path
 
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
 
@@ -96,6 +97,39 @@ def test_both_sides_of_a_diff_are_named_from_where_one_is(
     assert capsys.readouterr().out.startswith("A: t5x-ckpt/checkpoint_4\nB: run.pt\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["inspect", "t5x-ckpt", "--step", "3"], "  at: t5x-ckpt"),
+        (["inspect", "."], "    t5x-ckpt: t5x (t5x-ckpt/checkpoint_4/checkpoint is a msgpack map that begins as T5X's does)"),
+        (["inspect", "cut.pt"], "  at: cut.pt"),
+    ],
+)  # fmt: skip
+def test_an_error_names_places_from_where_one_is(
+    words: list[str],
+    line: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(words) == 3
+    assert line in capsys.readouterr().err.splitlines()
+
+
+def test_a_sealed_checkpoint_names_its_manifest_from_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(T5X, tmp_path / "t5x-ckpt")
+    monkeypatch.chdir(tmp_path)
+    assert main(["seal", "t5x-ckpt"]) == 0
+    assert main(["check", "t5x-ckpt"]) == 0
+    assert " the manifest t5x-ckpt/checkpoint_4/statekit.json (sealed)" in capsys.readouterr().out
+    assert shown_path(tmp_path) == "."
+    assert shown_path(tmp_path / "x") == "x"
+    assert from_here(f"/else{tmp_path}/x") == f"/else{tmp_path}/x"
+
+
 def test_a_bar_counts_what_has_no_end_and_starts_anew_with_each_phase() -> None:
     from statekit.cli.progress_bar import Amount, TimeLeft, bar
 
@@ -110,6 +144,24 @@ def test_a_bar_counts_what_has_no_end_and_starts_anew_with_each_phase() -> None:
     progress.update(task, completed=2**20, total=2**21)
     assert not progress.tasks[0].finished
     assert amount.render(progress.tasks[0]).plain == "1.0 MiB of 2.0 MiB"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("name", ["writing", "decoder/layers_0/encoder_decoder_attention/query/kernel"])
+def test_a_bar_takes_one_line_of_the_terminal_and_shows_its_figures(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from statekit.cli.progress_bar import bar
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    progress = bar("bytes")
+    progress.add_task(name, total=768 * 2**20, completed=128 * 2**20)
+    progress.tasks[0].finished_speed = 772.6 * 2**20
+    progress.console.print(progress)
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "128.0 MiB of 768.0 MiB" in shown
+    assert "772.6 MiB/s" in shown
 
 
 KERAS = GOLDEN / "keras" / "adamw_ema_schedule_clip" / "checkpoint" / "model.weights.h5"
