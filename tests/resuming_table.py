@@ -38,6 +38,8 @@ Optax: Orbax), and statekit converts it. Then, in the target's library:
 - **saves**: the library saves the run by its own means;
 - **loads again**: it loads that into a fresh model, and after three more updates the same holds.
 
+`attest` compares each loaded run with the source and with the target, and most runs with that save. It finds no fault.
+
 `difference` is the largest one at the end, in that measure. The table lists every pair that ran in this way. It proves
 nothing about the lines of other containers and layouts.
 

@@ -180,6 +180,7 @@ def test_what_a_target_has_no_place_for_or_makes_up_is_said(
         (["x.pt", "--step-offset", "5"], USAGE, "from 0 to the step, 4"),
         (["x.pt", "--require", "perfect"], USAGE, "'perfect' is not one of"),
         (["x.pt", "--hparams", "beta3=1"], USAGE, "isn't a hyperparameter of adafactor"),
+        (["x.pt", "--hparams", "lr=1"], USAGE, "did you mean learning_rate?"),
         (["x.pt", "--step", "7"], FAILED, "step"),
         (["gs://bucket/x.pt"], USAGE, "gcloud storage cp"),
     ],

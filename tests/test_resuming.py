@@ -50,6 +50,7 @@ def test_the_page_says_what_was_run() -> None:
         "`make tables`"
     )
     assert list(came_of(run_here())) == resuming.CELLS
+    assert alarms(run_here()) == {}
     for one in PUBLISHED:
         assert one["container"] in registry.layout_card(one["layout"]).containers
 

@@ -100,9 +100,9 @@ def test_both_sides_of_a_diff_are_named_from_where_one_is(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["inspect", "t5x-ckpt", "--step", "3"], "  at: t5x-ckpt"),
-        (["inspect", "."], "    t5x-ckpt: t5x (t5x-ckpt/checkpoint_4/checkpoint is a msgpack map that begins as T5X's does)"),
-        (["inspect", "cut.pt"], "  at: cut.pt"),
+        (["inspect", "t5x-ckpt", "--step", "3"], "  at: t5x-ckpt\n"),
+        (["inspect", "."], "    t5x-ckpt: t5x (t5x-ckpt/checkpoint_4/checkpoint is"),
+        (["inspect", "cut.pt"], "  at: cut.pt\n"),
     ],
 )  # fmt: skip
 def test_an_error_names_places_from_where_one_is(
@@ -114,7 +114,7 @@ def test_an_error_names_places_from_where_one_is(
 ) -> None:
     monkeypatch.chdir(folder)
     assert main(words) == 3
-    assert line in capsys.readouterr().err.splitlines()
+    assert f"\n{line}" in capsys.readouterr().err
 
 
 def test_a_sealed_checkpoint_names_its_manifest_from_where_one_is(

@@ -259,6 +259,7 @@ def read_hparams(
     native = _only_native(said, natives, rules)
     read = read_options(schema, str(variant), native) if native else Options({})
     values, faults, remedies = dict(read.values), [*read.faults], {read.remedy: None}
+    rates = dict.fromkeys(RATE_NAMES, RATE_NAMES[0])
     meant_names = (*(only or rules.hyperparameters), *natives, *also, *unchecked)
     for name, value in said.items():
         if name in native:
@@ -268,7 +269,7 @@ def read_hparams(
         # A layout that reads a value itself also says which names it takes.
         if canonical not in rules.hyperparameters and not is_read_elsewhere:
             faults.append((f"isn't a hyperparameter of {schema}", name))
-            remedies[meant(name, meant_names)] = None
+            remedies[meant(rates.get(name, name), meant_names)] = None
         elif only is not None and canonical not in only and not is_read_elsewhere:
             faults.append((f"isn't a hyperparameter of variant {variant}", name))
         elif canonical in values:

@@ -250,8 +250,11 @@ class SideBySide:
             return Side(state, "statekit.optim, each optimizer by its own step")
         if kind is None:
             return Side(state, title)
-        if not kind.is_here:
-            self._notes.append(f"{kind.name} isn't installed: {title} steps in its place")
+        if kind.missing:
+            packages = " and ".join(kind.missing)
+            self._notes.append(
+                f"{kind.name} needs {packages}, not installed here: {title} steps in its place"
+            )
             return Side(state, title)
         try:
             runner = kind.runner(schema, str(variant))

@@ -59,9 +59,9 @@ class Class:
     sqrt_units: float = 2.0
 
     @property
-    def is_here(self) -> bool:
-        """Whether what it needs is installed."""
-        return all(importlib.util.find_spec(name) is not None for name in self.packages)
+    def missing(self) -> list[str]:
+        """The packages that it needs and that aren't installed."""
+        return [name for name in self.packages if importlib.util.find_spec(name) is None]
 
     @property
     def title(self) -> str:
