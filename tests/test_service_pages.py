@@ -248,3 +248,15 @@ def test_a_lineage_is_in_the_order_of_time_and_sources_come_first() -> None:
 
 def test_arcs_of_a_lineage_that_share_rows_have_lanes_of_their_own() -> None:
     assert charts._lanes([(0, 1), (1, 2), (0, 2), (1, 3)]) == [0, 0, 1, 2]
+
+
+def test_a_run_of_the_root_itself_has_its_path_and_names_may_fold_behind_slashes(served: Served) -> None:
+    for step in (4, 5):
+        write_step(
+            served.root / "run" / "checkpoint_4", step, served.root / f"checkpoint_{step}", "t5x", "t5x"
+        )
+    served.service.catalogue.scan()
+    page = served.client.get("/", headers=PAGE).text
+    (run,) = [run for run in served.client.get("/api/v1/runs").json()["items"] if run["path"] == "."]
+    assert page.count(f'href="/runs/{run["id"]}">{served.root}</a>') == 2
+    assert "adafactor/<wbr>t5x" in page
