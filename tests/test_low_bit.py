@@ -105,6 +105,31 @@ def test_bitsandbytes_and_torchao_have_the_same_codes(tmp_path: Path) -> None:
             assert left.scale.read().tobytes() == right.scale.read().tobytes()
 
 
+def test_a_last_block_that_is_not_whole_is_float32_in_torchao(tmp_path: Path) -> None:
+    # torchao 0.18 keeps a moment in few bits where whole blocks make it up; bitsandbytes lets the last be short.
+    params = {
+        "whole": torch.nn.Parameter(torch.randn(64, 128)),
+        "short": torch.nn.Parameter(torch.randn(5000)),
+    }
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
+    for param in params.values():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    adamw, eight, target = tmp_path / "adamw.pt", tmp_path / "bitsandbytes.pt", tmp_path / "torchao.pt"
+    torch.save(
+        {"model": {n: p.detach() for n, p in params.items()}, "optimizer": optimizer.state_dict()}, adamw
+    )
+    statekit.convert(adamw, eight, layout="bitsandbytes-8bit", require="lossy")
+    plan = statekit.convert(eight, target, layout="torchao-8bit").plan
+    assert plan.exactness.name == "ROUNDING" and "later ones part" in plan.headline
+    with statekit.open(eight) as old, statekit.open(target, optimizer="adamw") as new:
+        for path, slots in old.state.slots.items():
+            for slot in ("m", "v"):
+                assert isinstance(slots[slot], Quantized)
+                assert isinstance(new.state.slots[path][slot], Quantized) == (path == "whole")
+                assert np.array_equal(slots[slot].read(), new.state.slots[path][slot].read())
+
+
 def test_the_next_update_of_adamw_is_the_originals(tmp_path: Path) -> None:
     target = tmp_path / "adamw.pt"
     plan = statekit.convert(checkpoint(BNB), target, layout="torch-optim").plan
