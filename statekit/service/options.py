@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict, cast, get_args, get_type_hints
+
+import typing_extensions
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+    with_config,
+)
+from pydantic.fields import FieldInfo
 
 from statekit.conversion.checkpoint_ref import HintOptions, option
 from statekit.errors import Faults, UsageError, meant
@@ -21,38 +34,19 @@ DEEPEST = 64
 """Lists and names within each other that a value of an option may have."""
 BUDGET_BYTES = 8 * 2**30
 """What `budget` may be at most."""
-
-
-class Option(NamedTuple):
-    """Of which form an option is.
-
-    Attributes:
-        expected: The form in words.
-        fits: Whether a value has it.
-        schema: The form as JSON Schema, as far as that goes.
-    """
-
-    expected: str
-    fits: Callable[[Any], bool]
-    schema: Mapping[str, Any]
-
-
-ENGINES = re.compile("processes:([1-9]|[1-5][0-9]|6[0-4])")
-"""Where a job's workers may run. A task reaches no network, so that it reaches no cluster."""
+_MOST = 2**53
+_MOST_CHARACTERS = 4000
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 def _is_text(value: Any) -> bool:
-    """Tells whether it is text that can be written down and answered: halves of characters can't."""
+    """Tells whether it is text that can be written down and answered; lone surrogates cannot."""
     return (
         isinstance(value, str)
-        and len(value) <= 4000
+        and len(value) <= _MOST_CHARACTERS
         and "\0" not in value
         and not any("\ud800" <= c <= "\udfff" for c in value)
     )
-
-
-def _is_number(value: Any, most: int = 2**53) -> bool:
-    return type(value) is int and abs(value) <= most
 
 
 def _is_plain(value: Any, depth: int = DEEPEST) -> bool:
@@ -60,242 +54,197 @@ def _is_plain(value: Any, depth: int = DEEPEST) -> bool:
         return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
     if isinstance(value, Mapping):
         return depth > 0 and all(_is_text(key) and _is_plain(item, depth - 1) for key, item in value.items())
-    return (
-        value is None
-        or isinstance(value, bool)
-        or _is_text(value)
-        or _is_number(value)
-        or (isinstance(value, float) and math.isfinite(value))
-    )
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or _is_text(value) or (isinstance(value, int) and abs(value) <= _MOST)
 
 
-def _is_target(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and value.keys() == {"root", "path"}
-        and _is_number(value["root"])
-        and _is_text(value["path"])
-    )
+def _plain(value: Any) -> Any:
+    if not _is_plain(value):
+        raise ValueError
+    return value
 
 
-def _is_map(value: Any) -> bool:
-    """Tells whether it is a map: its text as data, or the name of one of ours, never a file's."""
-    if isinstance(value, Mapping):
-        return _is_plain(value)
-    return _is_text(value) and not value.endswith((".json", ".json:back")) and not {*value} & {*"/\\"}
+def _no_file(value: Any) -> Any:
+    """Refuses the name of a file: a map is its text as data, or the name of one of ours."""
+    if isinstance(value, str) and (value.endswith((".json", ".json:back")) or {*value} & {*"/\\"}):
+        raise ValueError
+    return value
 
 
-def _one_of(*names: str) -> Option:
-    return Option(f"one of {', '.join(names)}", lambda value: value in names, {"enum": list(names)})
+def _region(value: Sequence[int]) -> Sequence[int]:
+    if not (value[0] < value[1] and value[2] < value[3]):
+        raise ValueError
+    return value
 
 
-_MOST = 2**53
-_TEXT: Mapping[str, Any] = {"type": "string", "maxLength": 4000}
-_WHOLE: Mapping[str, Any] = {"type": "integer", "minimum": -_MOST, "maximum": _MOST}
-_OBJECT: Mapping[str, Any] = {"type": "object"}
-_LIST: Mapping[str, Any] = {"type": "array", "items": _TEXT, "maxItems": 100_000}
-
-FLAG = Option("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
-TEXT = Option("text of at most 4000 characters", _is_text, _TEXT)
-NUMBER = Option("a whole number", _is_number, _WHOLE)
-COUNT = Option(
-    "a whole number from 0 on", lambda value: _is_number(value) and value >= 0, {**_WHOLE, "minimum": 0}
-)
-REAL = Option(
-    "a number",
-    lambda value: not isinstance(value, bool) and isinstance(value, int | float) and _is_plain(value),
-    {"type": "number"},
-)
-TEXTS = Option(
-    "a list of texts",
-    lambda value: isinstance(value, list | tuple) and len(value) <= 100_000 and all(map(_is_text, value)),
-    _LIST,
-)
-VALUES = Option(
-    "names with plain values", lambda value: isinstance(value, Mapping) and _is_plain(value), _OBJECT
-)
-WORDS = Option(
-    "text, a list of texts, or names with texts",
-    lambda value: _is_text(value) or TEXTS.fits(value) or VALUES.fits(value),
-    {"anyOf": [_TEXT, _LIST, _OBJECT]},
-)
-RENAMING = Option(
-    "patterns with replacements",
-    lambda value: isinstance(value, Mapping) and all(_is_text(a) and _is_text(b) for a, b in value.items()),
-    {**_OBJECT, "additionalProperties": _TEXT},
-)
-STEP = Option(
-    "keep, reset or a whole number",
-    lambda value: value in ("keep", "reset") or _is_number(value),
-    {"anyOf": [{"enum": ["keep", "reset"]}, _WHOLE]},
-)
-TARGET = Option(
-    '{"root": number, "path": relative path}',
-    _is_target,
-    {
-        **_OBJECT,
-        "properties": {"root": _WHOLE, "path": _TEXT},
-        "required": ["root", "path"],
-        "additionalProperties": False,
-    },
-)
-CHECKPOINT = Option(
-    "the number of a checkpoint", lambda value: _is_number(value) and value > 0, {**_WHOLE, "minimum": 1}
-)
-MAP = Option(
-    "the name of a map that `statekit maps` lists, or a map as data", _is_map, {"anyOf": [_TEXT, _OBJECT]}
-)
-BYTES = Option(
-    f"a number of bytes from 1 MiB to {BUDGET_BYTES}",
-    lambda value: _is_number(value) and 2**20 <= value <= BUDGET_BYTES,
-    {"type": "integer", "minimum": 2**20, "maximum": BUDGET_BYTES},
-)
-REGION = Option(
-    "first row, row behind the last, first column, column behind the last",
-    lambda value: (
-        isinstance(value, list | tuple)
-        and len(value) == 4
-        and all(_is_number(item) for item in value)
-        and 0 <= value[0] < value[1]
-        and 0 <= value[2] < value[3]
+_Number: TypeAlias = Annotated[int, Field(ge=-_MOST, le=_MOST, description="a whole number")]
+_Text: TypeAlias = Annotated[
+    str,
+    Field(max_length=_MOST_CHARACTERS, pattern=r"^[^\x00]*$", description="text of at most 4000 characters"),
+]
+_Flag: TypeAlias = Annotated[bool, Field(description="true or false")]
+_Count: TypeAlias = Annotated[int, Field(ge=0, le=_MOST, description="a whole number from 0 on")]
+_Real: TypeAlias = Annotated[float, AfterValidator(_plain), Field(description="a number")]
+_Texts: TypeAlias = Annotated[Sequence[_Text], Field(max_length=100_000, description="a list of texts")]
+_Values: TypeAlias = Annotated[
+    Mapping[str, Any], AfterValidator(_plain), Field(description="names with plain values")
+]
+_Words: TypeAlias = Annotated[
+    _Text | _Texts | _Values, Field(description="text, a list of texts, or names with texts")
+]
+_Renaming: TypeAlias = Annotated[Mapping[_Text, _Text], Field(description="patterns with replacements")]
+_Step: TypeAlias = Annotated[
+    _Number | Literal["keep", "reset"], Field(description="keep, reset or a whole number")
+]
+_Checkpoint: TypeAlias = Annotated[int, Field(ge=1, le=_MOST, description="the number of a checkpoint")]
+_Map: TypeAlias = Annotated[
+    _Text | _Values,
+    AfterValidator(_no_file),
+    Field(description="the name of a map that `statekit maps` lists, or a map as data"),
+]
+_Bytes: TypeAlias = Annotated[
+    int,
+    Field(ge=2**20, le=BUDGET_BYTES, description=f"a number of bytes from 1 MiB to {BUDGET_BYTES}"),
+]
+_Region: TypeAlias = Annotated[
+    Sequence[_Count],
+    Field(
+        min_length=4,
+        max_length=4,
+        description="first row, row behind the last, first column, column behind the last",
     ),
-    {"type": "array", "items": {**_WHOLE, "minimum": 0}, "minItems": 4, "maxItems": 4},
-)
-THREADS = Option(
-    "a whole number from 1 to 256",
-    lambda value: _is_number(value) and 1 <= value <= 256,
-    {"type": "integer", "minimum": 1, "maximum": 256},
-)
-
-ENGINE = Option(
-    "processes:N with N from 1 to 64",
-    lambda value: _is_text(value) and ENGINES.fullmatch(value) is not None,
-    {"type": "string", "pattern": f"^{ENGINES.pattern}$"},
-)
+    AfterValidator(_region),
+]
+_Threads: TypeAlias = Annotated[int, Field(ge=1, le=256, description="a whole number from 1 to 256")]
+_Engine: TypeAlias = Annotated[
+    str,
+    Field(pattern="^processes:([1-9]|[1-5][0-9]|6[0-4])$", description="processes:N with N from 1 to 64"),
+]
+"""Where a job's workers may run. A task reaches no network, so that it reaches no cluster."""
+_Exactness: TypeAlias = Literal["bitwise", "rounding", "statistics", "estimate", "lossy"]
 
 
-class Target(TypedDict):
+@with_config(_STRICT)
+class Target(typing_extensions.TypedDict):
     """Where a job writes: beneath which root, and the path relative to it."""
 
-    root: int
-    path: str
+    root: _Number
+    path: _Text
+
+
+_Target: TypeAlias = Annotated[
+    Target,
+    Field(description='{"root": number, "path": relative path}'),
+    WithJsonSchema(TypeAdapter(Target).json_schema()),
+]
 
 
 class SubjectOptions(HintOptions, total=False):
     """What a checkpoint's files don't say. The service knows each checkpoint's container, and follows no link."""
 
-    optimizer: str | None
+    optimizer: _Text
 
 
 class InspectOptions(SubjectOptions, total=False):
     """Options of `inspect`."""
 
-    layout: Annotated[str, TEXT]
-    filter: Annotated[str, TEXT]
-    stats: Annotated[bool, FLAG]
+    layout: _Text
+    filter: _Text
+    stats: _Flag
 
 
 class _Parameter(TypedDict):
-    path: Annotated[str, TEXT]
+    path: _Text
 
 
 class ParameterOptions(_Parameter, SubjectOptions, total=False):
     """Options of `parameter`."""
 
-    layout: Annotated[str, TEXT]
-    slot: Annotated[str, TEXT]
-    region: Annotated[Sequence[int], REGION]
+    layout: _Text
+    slot: _Text
+    region: _Region
 
 
 class CheckOptions(TypedDict, total=False):
     """Options of `check`."""
 
-    budget: Annotated[int, BYTES]
+    budget: _Bytes
 
 
 class SealOptions(TypedDict, total=False):
     """Options of `seal`."""
 
-    renew: Annotated[Sequence[str], TEXTS]
-    budget: Annotated[int, BYTES]
+    renew: _Texts
+    budget: _Bytes
 
 
 class DoctorOptions(SubjectOptions, total=False):
     """Options of `doctor`."""
 
-    ignore: Annotated[Sequence[str], TEXTS]
+    ignore: _Texts
 
 
 class _MapOptions(TypedDict, total=False):
-    map: Annotated[str | Mapping[str, Any], MAP]
-    config: Annotated[Mapping[str, Any], VALUES]
+    map: _Map
+    config: _Values
 
 
 class DiffOptions(_MapOptions, SubjectOptions, total=False):
     """Options of `diff`."""
 
-    path: Annotated[str, TEXT]
-    slot: Annotated[str, TEXT]
-
-
-_Exactness: TypeAlias = Annotated[
-    Literal["bitwise", "rounding", "statistics", "estimate", "lossy"],
-    _one_of("bitwise", "rounding", "statistics", "estimate", "lossy"),
-]
-_Step: TypeAlias = Annotated[int | Literal["keep", "reset"], STEP]
-_Words: TypeAlias = Annotated[str | Sequence[str] | Mapping[str, Any], WORDS]
+    path: _Text
+    slot: _Text
 
 
 class VerifyOptions(_MapOptions, SubjectOptions, total=False):
     """Options of `verify`."""
 
-    steps: Annotated[int, COUNT]
-    gradients: Annotated[Literal["all", "random", "adversarial"], _one_of("all", "random", "adversarial")]
-    backend: Annotated[
-        Literal["numpy", "torch", "jax", "tensorflow"], _one_of("numpy", "torch", "jax", "tensorflow")
-    ]
-    everything: Annotated[bool, FLAG]
-    seed: Annotated[int, NUMBER]
+    steps: _Count
+    gradients: Literal["all", "random", "adversarial"]
+    backend: Literal["numpy", "torch", "jax", "tensorflow"]
+    everything: _Flag
+    seed: _Number
     require: _Exactness
     step_offset: _Step
 
 
 class _Convert(TypedDict):
-    target: Annotated[Target, TARGET]
+    target: _Target
 
 
 class ConvertOptions(_Convert, _MapOptions, SubjectOptions, total=False):
     """Options of `convert`."""
 
-    to: Annotated[str, TEXT]
-    layout: Annotated[str, TEXT]
+    to: _Text
+    layout: _Text
     step_offset: _Step
     require: _Exactness
-    like: Annotated[int, CHECKPOINT]
-    rename: Annotated[Mapping[str, str], RENAMING]
+    like: _Checkpoint
+    rename: _Renaming
     schedule_step: _Step
     slot_policy: _Words
-    params_only: Annotated[bool, FLAG]
-    state_only: Annotated[bool, FLAG]
+    params_only: _Flag
+    state_only: _Flag
     drop_slots_of: _Words
-    param_dtype: Annotated[str, TEXT]
+    param_dtype: _Text
     slot_dtype: _Words
-    loss_scale: Annotated[float, REAL]
-    init_missing: Annotated[int, CHECKPOINT]
-    replace: Annotated[bool, FLAG]
-    replace_foreign: Annotated[bool, FLAG]
-    threads: Annotated[int, THREADS]
-    on: Annotated[str, ENGINE]
-    dry_run: Annotated[bool, FLAG]
-    verify: Annotated[bool, FLAG]
+    loss_scale: _Real
+    init_missing: _Checkpoint
+    replace: _Flag
+    replace_foreign: _Flag
+    threads: _Threads
+    on: _Engine
+    dry_run: _Flag
+    verify: _Flag
 
 
 class ThinOptions(SubjectOptions, total=False):
     """Options of `thin`."""
 
-    target: Annotated[Target, TARGET]
-    to: Annotated[str, TEXT]
-    dry_run: Annotated[bool, FLAG]
+    target: _Target
+    to: _Text
+    dry_run: _Flag
 
 
 FORMS: Mapping[Kind, Any] = {
@@ -310,52 +259,43 @@ FORMS: Mapping[Kind, Any] = {
     "thin": ThinOptions,
 }
 """The options of each kind, as a client's type checker knows them; what follows is read off them."""
-_FORMS: Mapping[str, Option] = {
-    "text": TEXT,
-    "number": COUNT,
-    "flag": FLAG,
-    "bytes": BYTES,
-    "values": VALUES,
-    "names": TEXTS,
-    "call": TEXT,
+_KINDS: Mapping[str, Any] = {
+    "text": _Text,
+    "number": _Count,
+    "flag": _Flag,
+    "bytes": _Bytes,
+    "values": _Values,
+    "names": _Texts,
+    "call": _Text,
 }
 """The form of an option of `CheckpointRef`, by its kind."""
+_HINTS = get_type_hints(HintOptions)
 
 
-def _form(name: str, annotation: Any) -> Option:
-    """Returns the form of an option: as it is written here, or as `CheckpointRef` has the field."""
-    if hasattr(annotation, "__metadata__"):
-        written: Option = annotation.__metadata__[0]
-        return written
-    declared = option(name)
-    return _one_of(*declared.choices) if declared.choices else _FORMS[declared.kind]
+def _field(name: str, annotation: Any, needed: bool) -> tuple[Any, Any]:
+    """Returns the field of an option: in the form that is written here, or that `CheckpointRef` has."""
+    if name in _HINTS:
+        declared, one_of = option(name), cast(Any, Literal)
+        annotation = one_of[declared.choices] if declared.choices else _KINDS[declared.kind]
+    described = FieldInfo.from_annotation(annotation).description
+    described = described or f"one of {', '.join(get_args(annotation))}"  # a Literal describes itself
+    if needed:
+        return annotation, Field(description=described)
+    return annotation | None, Field(default=None, description=described)
 
 
-OPTIONS: Mapping[Kind, Mapping[str, Option]] = {
-    kind: {name: _form(name, part) for name, part in get_type_hints(form, include_extras=True).items()}
-    for kind, form in FORMS.items()
-}
+def _model(form: Any) -> type[BaseModel]:
+    fields: dict[str, Any] = {
+        name: _field(name, annotation, name in form.__required_keys__)
+        for name, annotation in get_type_hints(form, include_extras=True).items()
+    }
+    return create_model(form.__name__, __config__=_STRICT, __doc__=form.__doc__, **fields)
+
+
+MODELS: Mapping[Kind, type[BaseModel]] = {kind: _model(form) for kind, form in FORMS.items()}
+"""The same, as they are checked and described."""
 FILES = ("like", "init_missing")
 """Options that name a further checkpoint, which the job reads."""
-NEEDED: Mapping[Kind, tuple[str, ...]] = {
-    kind: tuple(sorted(form.__required_keys__)) for kind, form in FORMS.items()
-}
-
-
-def schema(kind: Kind) -> dict[str, Any]:
-    """Returns the options of a kind of job as JSON Schema; one that is null says nothing."""
-    return {
-        "type": "object",
-        "description": f"Options of `{kind}`.",
-        "properties": {
-            name: {"description": option.expected, **option.schema}
-            if name in NEEDED[kind]
-            else {"description": option.expected, "anyOf": [option.schema, {"type": "null"}]}
-            for name, option in OPTIONS[kind].items()
-        },
-        "required": list(NEEDED[kind]),
-        "additionalProperties": False,
-    }
 
 
 def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -391,7 +331,7 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
     faults.check(
         UsageError,
         f"The job can't be taken as it is asked for ({kind})",
-        expected=", ".join(OPTIONS[name]),
+        expected=", ".join(MODELS[name].model_fields),
         place="options",
     )
     return given
@@ -399,15 +339,18 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
 
 def _option_faults(kind: Kind, given: Mapping[str, Any], subjects: int) -> Iterator[tuple[str, str]]:
     """Yields what is wrong with options of a job about some number of checkpoints, and where."""
-    offered = OPTIONS[kind]
-    for key, value in given.items():
-        if key not in offered:
-            yield "is no option of this kind of job", f"{key[:100]}"
-        elif not offered[key].fits(value):
-            yield f"isn't what it must be: {offered[key].expected}", key
-    for key in NEEDED.get(kind, ()):
-        if key not in given:
-            yield f"is missing: {offered[key].expected}", key
+    fields = MODELS[kind].model_fields
+    try:
+        MODELS[kind].model_validate(given)
+    except ValidationError as error:
+        faults = {str(fault["loc"][0]): fault["type"] for fault in error.errors()}
+        for name, fault in faults.items():
+            if name not in fields:
+                yield "is no option of this kind of job", name[:100]
+            elif fault == "missing" and name not in given:
+                yield f"is missing: {fields[name].description}", name
+            else:
+                yield f"isn't what it must be: {fields[name].description}", name
     yield from _pair_faults(kind, given, subjects)
 
 

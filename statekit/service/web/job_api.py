@@ -14,8 +14,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from statekit.service.options import MOST_SUBJECTS
-from statekit.service.options import schema as options_schema
+from statekit.service.options import MODELS, MOST_SUBJECTS
 from statekit.service.records import ENDED, KINDS, Job, Kind, Page, State
 from statekit.service.service import Service
 from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, Body, Cursor, Id, Limit, Number, data
@@ -41,8 +40,8 @@ def _by_kind(schema: dict[str, Any]) -> None:
     forms = []
     for kind, (least, most) in KINDS.items():
         subjects = {**numbers, "minItems": least, "maxItems": most or MOST_SUBJECTS, "uniqueItems": True}
-        request = {"kind": {"const": kind}, "subjects": subjects, "options": options_schema(kind)}
-        needed = ["kind", "subjects", *(["options"] if request["options"]["required"] else [])]
+        request = {"kind": {"const": kind}, "subjects": subjects, "options": MODELS[kind].model_json_schema()}
+        needed = ["kind", "subjects", *(["options"] if "required" in request["options"] else [])]
         forms.append(
             {
                 "title": kind,
