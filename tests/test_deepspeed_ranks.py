@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ import torch
 from deepspeed_files import TAG, Made, some_groups, write
 from safetensors.numpy import load_file
 
-from statekit.conversion.contracts import Hints
+from statekit.conversion import registry
+from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.converters.containers.deepspeed.container import CONTAINER as DEEPSPEED
 from statekit.converters.containers.deepspeed.experts import spread
 from statekit.converters.containers.deepspeed.zero import part_of
 from statekit.errors import CorruptError, FormatError, NamesError, RefusedError, StatekitError, UsageError
+from statekit.state.schema import is_native
 from statekit.tensors.tensor import in_memory
 
 pytestmark = pytest.mark.torch
@@ -418,3 +421,17 @@ def test_the_configuration_tells_which_ranks_share_experts() -> None:
 def test_a_universal_checkpoint_of_experts_says_how_deepspeed_loads_it(tmp_path: Path) -> None:
     planned = plan(RECORDED / "experts_zero0", tmp_path / "out", to="deepspeed")
     assert any("ep_size 1" in assumption for assumption in planned.assumptions)
+
+
+@pytest.mark.parametrize("name", ["a/b", "", "second"])
+def test_a_slot_that_no_rule_has_ends_in_no_crash(name: str) -> None:
+    """A record with `exp_avg_sq` alone was taken for a flat Adafactor's. Seen red: KeyError: 'a/b'."""
+    with DEEPSPEED.open(RECORDED / "sub_groups_zero3") as checkpoint:
+        tree: Any = checkpoint.tree
+        optimizer = tree["optimizer"]
+        first, *others = optimizer["state"]
+        record = {name if key == "exp_avg" else key: part for key, part in optimizer["state"][first].items()}
+        state = {first: record, **{other: optimizer["state"][other] for other in others}}
+        changed = replace(checkpoint, tree={**tree, "optimizer": {**optimizer, "state": state}})
+        read = registry.decoded(registry.layout("deepspeed"), changed, NO_HINTS)
+        assert any(map(is_native, read.optimizer.schemas))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import statekit
+from statekit.conversion import registry
+from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.open_state import open_state
-from statekit.errors import StatekitError
+from statekit.errors import StateError, StatekitError
 
 CASES = Path(__file__).parent / "cases" / "foreign"
 CASE = CASES / "mxnet_nadam"
@@ -48,3 +52,15 @@ def test_a_class_of_another_package_and_names_of_gluonnlp_come_back(tmp_path: Pa
     statekit.convert(BERT, tmp_path / "made", to="mxnet")
     for file in BERT.iterdir():
         assert (tmp_path / "made" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("odd", [b"beta1", 7, 1.5, None, ()])
+def test_attributes_that_have_no_names_are_refused(odd: Any) -> None:
+    """A pickle's dict may have any keys. Seen red: TypeError, startswith first arg must be bytes."""
+    with registry.container("mxnet").open(CASE) as checkpoint:
+        tree: Any = checkpoint.tree
+        optimizer = tree["optimizer"]
+        named = replace(optimizer, state={**optimizer.state, odd: 0.5})
+        changed = replace(checkpoint, tree={**tree, "optimizer": named})
+        with pytest.raises(StateError, match="no attributes by name"):
+            registry.decoded(registry.layout("mxnet-native"), changed, NO_HINTS)

@@ -160,6 +160,14 @@ def test_trainers_arguments_tell_its_schedule(name: str) -> None:
         check(rates, [one[group] for one in due])
 
 
+def test_trainers_arguments_without_a_kind_tell_no_schedule() -> None:
+    """Seen red: KeyError, of a manifest or a file that lost `lr_scheduler_type`."""
+    arguments = {"learning_rate": 0.1, "max_steps": 50}
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer(), lambda step: 1.0)
+    [read] = run_of({"torch": {"scheduler": state_of(schedule), TRAINER_ARGUMENTS: arguments}}).schedules
+    assert isinstance(read.of_group(0), str)
+
+
 def mxnet_due(kind: str, state: dict[str, Any], number: int) -> float:
     """Returns what MXNet's object gives for an update's number; its source is quoted in `mxnet_rates`."""
     if number < state["warmup_steps"]:

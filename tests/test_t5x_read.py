@@ -165,6 +165,16 @@ def test_index_and_header_that_disagree(tmp_path: Path) -> None:
         T5X.open(tiny(tmp_path / "checkpoint_5", spec("target.kernel", (3, 4))))
 
 
+def test_arrays_that_lie_in_one_place_are_refused(tmp_path: Path) -> None:
+    """A moment in the weight's folder was converted as bitwise, and doctor found nothing."""
+    folder = tiny(tmp_path / "checkpoint_5")
+    leaf = spec("target.kernel/", (4, 3), (2, 3))
+    slots = {"param_states": {"kernel": {"m": leaf}}, "step": 5}
+    write_index(folder, {"state": slots, "target": {"kernel": leaf}}, 3)
+    with pytest.raises(CorruptError, match=r"is the place of 2 arrays: state/.*/m, target/kernel"):
+        T5X.open(folder)
+
+
 def test_an_absent_chunk_is_an_error_when_it_is_read(tmp_path: Path) -> None:
     folder = tiny(tmp_path / "checkpoint_5")
     (folder / "target.kernel" / "1.0").unlink()

@@ -27,7 +27,7 @@ from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTI
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
-from statekit.state.schema import load_schema
+from statekit.state.schema import is_native, load_schema
 from statekit.state.stored_params import BEGUN_MASTER, MASTER, Proven, in_full, is_low, said_of_masters
 from statekit.state.train_state import Axis, Counts, Rule, TrainState
 from statekit.tensors.tensor import Filled, Shape, Tensor, scalar
@@ -206,8 +206,7 @@ class DeepSpeed:
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         checkpoint, order = _with_names(checkpoint, hints)
         tree, weights = _bare(checkpoint.tree), _weights(checkpoint.tree)
-        flat = any(_is_flat(record) for record in tree["optimizer"]["state"].values())
-        state = TORCH_OPTIM.decode(replace(checkpoint, tree=_flattened(tree) if flat else tree), hints)
+        state, flat = _decoded(replace(checkpoint, tree=tree), hints)
         state = state.with_facts(lambda facts: [*facts, *order.facts])
         lost = Faults((f"has no {_WEIGHT}", path) for path in state.params if path not in weights)
         lost.check(StateError, "Parameters have no weight that the optimizer moves", place=checkpoint.path)
@@ -312,6 +311,15 @@ def _weights(tree: Any) -> dict[str, Tensor]:
 def _is_flat(record: Mapping[str, Any]) -> bool:
     """Tells whether the slots are Adafactor's of a vector, whatever the parameter's shape."""
     return "exp_avg" not in record and any(key in record for key in _UNFACTORED)
+
+
+def _decoded(checkpoint: Checkpoint, hints: CheckpointRef) -> tuple[TrainState, bool]:
+    """Returns the state of parameters as the optimizer saw them, and whether they were vectors to it."""
+    if any(_is_flat(record) for record in checkpoint.tree["optimizer"]["state"].values()):
+        flat = TORCH_OPTIM.decode(replace(checkpoint, tree=_flattened(checkpoint.tree)), hints)
+        if not any(map(is_native, flat.optimizer.schemas)):  # or another rule keeps such a slot
+            return flat, True
+    return TORCH_OPTIM.decode(checkpoint, hints), False
 
 
 def _flattened(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from statekit.converters.formats.msgpack.reader import Inline
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.array import Header, Shards, absent_chunks, checked_header, open_array
 from statekit.converters.formats.zarr.stores import Store
-from statekit.errors import CorruptError, Faults, FormatError, RefusedError
+from statekit.errors import CorruptError, Faults, FormatError, RefusedError, some
 from statekit.files.checkpoint import Finding
 from statekit.files.tree import checked_key
 from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, dtype_named
@@ -361,7 +361,7 @@ class Arrays:
         headers = store.headers([f"{place.prefix}/{file}" for place in places])
         tensors: list[Stored] = []
         findings: list[Finding] = []
-        faults = Faults()
+        faults = Faults(_shared_places(places))
         parsed: dict[bytes, Header] = {}  # layers repeat, so most headers do
         for place, data in zip(places, headers, strict=True):
             where = f"{store.place}/{place.prefix}"
@@ -396,6 +396,16 @@ class Arrays:
         if self.bf16_as_uint16 and array.dtype == DTYPES["uint16"]:
             array = replace(array, dtype=DTYPES["bfloat16"])
         return replace(array, fill=None) if self.complete and isinstance(array, Header) else array
+
+
+def _shared_places(places: Sequence[ArrayPlace]) -> Iterator[tuple[str, str]]:
+    """Yields the places that several arrays are said to lie in: each has a folder of its own."""
+    names: dict[str, list[str]] = {}
+    for place in places:
+        names.setdefault(place.prefix, []).append(place.name)
+    for prefix, several in names.items():
+        if len(several) > 1:
+            yield f"is the place of {len(several)} arrays: {some(several)}", prefix
 
 
 def array_place(leaf: Any, name: str, store: str) -> ArrayPlace | None:

@@ -108,7 +108,8 @@ class MXNetNative:
             checkpoint.tree, Files, checkpoint.path, "These aren't files of MXNet's trainer", StateError
         )
         subject = "The optimizer has no attributes by name, of MXNet's types"
-        record = dict(typed(tree["optimizer"].state, Attributes, checkpoint.path, subject, StateError))
+        named = typed(tree["optimizer"].state, dict[Name, Any], checkpoint.path, subject, StateError)
+        record = dict(typed(named, Attributes, checkpoint.path, subject, StateError))
         kind, order = _class_of(tree["optimizer"]), _order(tree, hints.param_names)
         params = {path_of(bare(name)): tensor for name, tensor in tree["params"].items()}
         paths = {path_of(name): i for i, name in order.names.items()}

@@ -232,7 +232,7 @@ def _restarts(base: float, arguments: Mapping[str, Any], warm: int, steps: int) 
     """Returns a cosine that begins anew in whole numbers of updates; None where it is another, or doesn't."""
     special = arguments["lr_scheduler_kwargs"]
     cycles = special.get("num_cycles", 1)
-    is_whole = arguments["lr_scheduler_type"] == "cosine_with_restarts" and special.keys() <= {"num_cycles"}
+    is_whole = arguments.get("lr_scheduler_type") == "cosine_with_restarts" and special.keys() <= {"num_cycles"}
     if not is_whole or cycles not in range(1, steps + 1) or steps % cycles:
         return None
     length = steps // int(cycles)
@@ -246,7 +246,7 @@ def _restarts(base: float, arguments: Mapping[str, Any], warm: int, steps: int) 
 def _own_warmup(base: float, arguments: Mapping[str, Any], warm: int, steps: int) -> tuple[Piece, ...] | None:
     """Returns a Trainer's schedule that has a warmup of its own; None where it has the usual one."""
     special = arguments["lr_scheduler_kwargs"]
-    match arguments["lr_scheduler_type"]:
+    match arguments.get("lr_scheduler_type"):
         case "warmup_stable_decay":
             return _stable(base, special, warm, steps)
         case "cosine_warmup_with_min_lr" if special.keys() <= {*_LEAST, "num_cycles", "warmup_lr_rate"}:
