@@ -16,7 +16,7 @@ from statekit.attestation.doctor import doctor
 from statekit.cli.main import main
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import open_state
-from statekit.errors import InexactError, StatekitError, UnknownRuleError
+from statekit.errors import InexactError, StateError, StatekitError, UnknownRuleError
 from statekit.verify.cold_start import cold_start
 
 torch = pytest.importorskip("torch")
@@ -300,6 +300,42 @@ def test_doctor_finds_what_is_wrong_with_slots_that_no_schema_describes(
         )
         _, later = doctor(tmp_path / "s-2.pt", tmp_path / "s-4.pt")
         assert [finding.name for finding in later.findings] == ["moments-stale"]
+
+
+def cut(record: dict[str, Any], slot: str) -> None:
+    record[slot] = record[slot][:1].clone()
+
+
+def turned(record: dict[str, Any], slot: str) -> None:
+    record[slot] = record[slot].T.clone()
+
+
+def lost(record: dict[str, Any], slot: str) -> None:
+    del record[slot]
+
+
+@pytest.mark.parametrize("broken", [cut, turned, lost])
+@pytest.mark.parametrize("name", [name for name in ORIGINALS if name != "SGD"])
+def test_a_slot_with_which_the_original_fails_is_refused(name: str, broken: Any, tmp_path: Path) -> None:
+    """The rule isn't known, but the class is. Seen red: convert said BITWISE, and doctor found nothing."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    optimizer = ORIGINALS[name]([*model.parameters()])
+    update(model, optimizer, 0)
+    saved = optimizer.state_dict()
+    record = saved["state"][0]
+    slot = next(key for key, part in record.items() if torch.is_tensor(part) and part.shape)
+    broken(record, slot)
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "run.pt")
+    # A parameter without a momentum is as one without a gradient.
+    begins_anew = name == "SGD with momentum" and broken is lost
+    (examined,) = doctor(tmp_path / "run.pt")
+    if begins_anew:
+        statekit.convert(tmp_path / "run.pt", tmp_path / "next.pt")
+        return
+    assert [finding.name for finding in examined.findings] == ["undecodable"]
+    with pytest.raises(StateError, match=f"slot {slot} (has shape|isn't there)"):
+        statekit.convert(tmp_path / "run.pt", tmp_path / "next.pt")
 
 
 SLOTS_BY_DESIGN: dict[str, Callable[[Any], dict[str, Any]]] = {

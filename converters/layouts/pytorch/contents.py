@@ -63,6 +63,7 @@ class Signature:
         several: Optimizers of which any may have left such a state.
         called: The class under whose name the file has the state; without it the state is another's.
         asked: Whether its state is also another's: somebody has to say whose rule it is.
+        shaped: Of an optimizer without a schema, the slots that have their parameter's shape in every state of it.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Signature:
     several: tuple[str, ...] = ()
     called: str = ""
     asked: bool = False
+    shaped: tuple[str, ...] = ()
 
     def fits(self, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tells whether an optimizer has its slots and no others, and its options in every group.

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from statekit.converters.layouts.hyperparameters import manifest_state
-from statekit.converters.layouts.pytorch.contents import STEP
+from statekit.converters.layouts.pytorch.contents import STEP, Signature
 from statekit.converters.layouts.pytorch.parts import GROUPS
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import PER_PARAMETER, TrainState
-from statekit.tensors.tensor import DTYPES, Tensor, bytes_of, dtype_name, in_memory, scalar
+from statekit.tensors.tensor import DTYPES, Shape, Tensor, bytes_of, dtype_name, in_memory, scalar
 from statekit.tensors.tree import Record, Tree, holds_records, mapped, plain, walk, with_leaves
 from statekit.tensors.typed import Name, fits
 
@@ -123,6 +123,26 @@ def read_records(records: Mapping[str, Mapping[Any, Any]]) -> NativeRecords:
         {path: record.updates for path, record in read.items() if record.updates is not None},
         ({FORM: form} if read else {}) | ({PER_PARAMETER: unlike} if unlike else {}),
     )
+
+
+def misfits_of(
+    record: Mapping[Any, Any], signature: Signature | None, shape: Shape
+) -> Iterator[tuple[str, str]]:
+    """Yields the slots of a parameter with which the class that keeps them can't go on, each with its fault.
+
+    Args:
+        record: What is kept of the parameter; a parameter without a gradient has nothing yet.
+        signature: The class.
+        shape: The parameter's.
+    """
+    if signature is None or not signature.shaped or not record:
+        return
+    for name in signature.shaped:
+        slot = record.get(name)
+        if isinstance(slot, Tensor) and slot.shape != shape:
+            yield f"has shape {slot.shape}, expected {shape}", name
+    if STEP in record:  # SGD has no count, and begins a momentum that isn't there anew
+        yield from (("isn't there", name) for name in signature.slots if record.get(name) is None)
 
 
 def _shared(steps: Sequence[Any]) -> dict[str, bool]:

@@ -285,7 +285,7 @@ class TorchOptim:
         groups = _groups(kinds, parts, order.groups, _decoupled(checkpoint, hints))
         rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
         slots, unread = {}, dict[str, Any]()
-        records, bare = _records(parts, order, kind_of)
+        records, bare = _records(parts, order, kind_of, faults)
         pieces: list[str] = []
         for path, record in records.items():
             kind = kind_of[path]
@@ -747,11 +747,17 @@ def _shown(parts: Parts, kinds: Sequence[TorchOptimizer]) -> str:
 
 
 def _records(
-    parts: Parts, order: Order, kind_of: Mapping[str, TorchOptimizer]
+    parts: Parts, order: Order, kind_of: Mapping[str, TorchOptimizer], faults: Faults
 ) -> tuple[dict[str, Mapping[str, Any]], native.NativeRecords]:
     """Returns what optimizers keep of each parameter, by path, in the order in which that was born.
 
     What an optimizer without a schema keeps stands by itself.
+
+    Args:
+        parts: Model and optimizer.
+        order: The parameters' names.
+        kind_of: The optimizer of each parameter.
+        faults: Gets what doesn't fit of an optimizer without a schema.
     """
     names = {
         index: name
@@ -761,6 +767,10 @@ def _records(
     pairs = ((names.get(index), record) for index, record in parts.state.items())
     records = {path_of(name): record for name, record in pairs if name is not None and name in parts.model}
     others = {path: record for path, record in records.items() if kind_of[path].is_native}
+    shapes = {path_of(name): tensor.shape for name, tensor in parts.model.items()}
+    for path, record in others.items():
+        for fault, slot in native.misfits_of(record, kind_of[path].signature, shapes[path]):
+            faults.add(f"slot {slot} {fault}", path)
     return {path: record for path, record in records.items() if path not in others}, native.read_records(
         others
     )

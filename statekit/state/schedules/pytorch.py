@@ -232,7 +232,9 @@ def _restarts(base: float, arguments: Mapping[str, Any], warm: int, steps: int) 
     """Returns a cosine that begins anew in whole numbers of updates; None where it is another, or doesn't."""
     special = arguments["lr_scheduler_kwargs"]
     cycles = special.get("num_cycles", 1)
-    is_whole = arguments.get("lr_scheduler_type") == "cosine_with_restarts" and special.keys() <= {"num_cycles"}
+    is_whole = arguments.get("lr_scheduler_type") == "cosine_with_restarts" and special.keys() <= {
+        "num_cycles"
+    }
     if not is_whole or cycles not in range(1, steps + 1) or steps % cycles:
         return None
     length = steps // int(cycles)
