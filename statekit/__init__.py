@@ -222,7 +222,7 @@ def plan(
         to=to,
         layout=layout,
         step_offset=step_offset,
-        require=Exactness.asked(require),
+        require=Exactness.named(require),
         like=None if like is None else _local(like),
         maps=maps_of(map, config, rename, budget=ref.job_budget()),
         said={"map": map, "config": config, "rename": rename},

@@ -145,7 +145,7 @@ def shared(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Calla
     return _executor(_POOL, threads()).submit(work, *args, **kwargs).result
 
 
-def each(work: Callable[[_A], _T], items: Iterable[_A]) -> Iterator[_T]:
+def in_turn(work: Callable[[_A], _T], items: Iterable[_A]) -> Iterator[_T]:
     """Yields what work makes of each item, in their order; a few are under way at once."""
     coming: deque[Callable[[], _T]] = deque()
     try:

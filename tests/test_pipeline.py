@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from statekit.errors import UsageError
-from statekit.pipeline import ahead, cores, each, empty, job, lane, passage, passed, threads
+from statekit.pipeline import ahead, cores, empty, in_turn, job, lane, passage, passed, threads
 
 MIB = 2**20
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -101,7 +101,7 @@ def test_who_gives_up_waits_for_the_pieces_that_are_under_way() -> None:
 
     with job(2):
         with pytest.raises(ValueError, match="the first"):
-            list(each(work, range(2)))
+            list(in_turn(work, range(2)))
         ends.append("given up")
     assert ends == ["read", "given up"]
 

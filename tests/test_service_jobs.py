@@ -102,9 +102,9 @@ def test_a_job_is_done_by_a_process_of_its_own_and_its_events_are_in_order(share
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     assert [e.data["state"] for e in events if e.kind == "state"] == ["queued", "running", "done"]
     assert shared.jobs.events(job.id, after=1)[0].number == 2
-    known = shared.jobs.known("inspect", job.subjects, {"stats": True})
+    known = shared.jobs.earlier("inspect", job.subjects, {"stats": True})
     assert known is not None and known.id == job.id
-    assert shared.jobs.known("inspect", job.subjects) is None
+    assert shared.jobs.earlier("inspect", job.subjects) is None
 
 
 def test_one_parameter_is_looked_at_over_a_run_and_beside_another(shared: Lab) -> None:

@@ -457,7 +457,7 @@ class CheckpointRef:
             rest = {key: value for key, value in self.hparams.items() if key != BATCH}
             return replace(self, hparams=rest).applied(_of_samples(state, self.hparams[BATCH]))
         hints = self.of(schema for schema, _ in state.optimizer.kinds)
-        applied = state.each(lambda part: hints[part.optimizer.schema]._applied(part))
+        applied = state.per_optimizer(lambda part: hints[part.optimizer.schema]._applied(part))
         return replace(applied, assumptions=still_assumed(applied))
 
     def _applied(self, state: TrainState) -> TrainState:

@@ -258,7 +258,7 @@ def _prepared(request: Request) -> Plan:
         keeps_encoding = _keeps_encoding(layout)
         if not keeps_encoding and not _is_stored_as_moved(state):
             check_known(state, opened.makers)
-            state = state.each(decoded)
+            state = state.per_optimizer(decoded)
         maps = _knowing(request.maps, opened)
         state, mapped = carried_through(state, maps) if maps else (state, ())
         state, changes, neighbours = _with_missing(state, changes, opened, request)

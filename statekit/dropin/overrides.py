@@ -53,7 +53,7 @@ def overridden(
         UsageError: One can't be made; lists every one.
     """
     ref = CheckpointRef(hparams=dict(overrides)).of(schema for schema, _ in state.optimizer.kinds)
-    return state.each(
+    return state.per_optimizer(
         lambda part: _overridden(
             part, ref[part.optimizer.schema].hyperparameters, rate, anew(part.optimizer.schema)
         )

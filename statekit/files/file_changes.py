@@ -16,7 +16,7 @@ from statekit.errors import FormatError, NotFoundError
 from statekit.files.manifest import digest_by
 from statekit.files.source import File, Files
 from statekit.files.tree import Place, stat_of
-from statekit.pipeline import each
+from statekit.pipeline import in_turn
 
 SMALL_BYTES = 2**20
 """Files up to this size, in bytes, are digested when a checkpoint is opened; digests of tensors cover larger ones."""
@@ -79,7 +79,7 @@ def file_faults(
         return _wrong(path, entries[path], files, digest if is_read(path) else None)
 
     several = digested is not None and len(digested) > 1  # of one, the next block is read ahead
-    for path, fault in zip(entries, (each if several else map)(compare, entries), strict=True):
+    for path, fault in zip(entries, (in_turn if several else map)(compare, entries), strict=True):
         if fault is not None:
             wrong[path] = fault
         if is_read(path):

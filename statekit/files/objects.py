@@ -20,7 +20,7 @@ from statekit.errors import CommitError, FormatError, NotFoundError, StatekitErr
 from statekit.files.manifest import Passing
 from statekit.files.store import asking, facts_of_entry, pages_below
 from statekit.files.tree import Facts
-from statekit.pipeline import each, working
+from statekit.pipeline import in_turn, working
 
 _MOST_PAGES = 2000
 """Pages of a listing, of a thousand names each, that are looked through."""
@@ -135,7 +135,7 @@ class Objects:
             return False
 
         candidates = list(names)
-        return [name for name, left in zip(candidates, each(is_left, candidates), strict=True) if left]
+        return [name for name, left in zip(candidates, in_turn(is_left, candidates), strict=True) if left]
 
     def _is_of(self, name: str, marks: Collection[str]) -> bool:
         import obstore

@@ -48,7 +48,7 @@ from statekit.files.manifest import (
 )
 from statekit.files.source import File, Files, read_small
 from statekit.files.tree import Place, StoredPlace, size_of
-from statekit.pipeline import each, give_back, lane, working
+from statekit.pipeline import give_back, in_turn, lane, working
 from statekit.tensors.digest import tensor_bytes, tensor_digests
 from statekit.tensors.tensor import BLOCK_BYTES, Tensor, begin
 from statekit.tensors.typed import is_unicode
@@ -401,7 +401,7 @@ class Stage:
 
 def _digested(read: Mapping[str, tuple[File, Passing]]) -> dict[str, dict[str, Any]]:
     """Returns the entries of files that were read again, by name."""
-    digests = (each if len(read) > 1 else map)(lambda pair: pair[1].digest(pair[0]), read.values())
+    digests = (in_turn if len(read) > 1 else map)(lambda pair: pair[1].digest(pair[0]), read.values())
     return {
         name: {"bytes": file.size, "blake3": digest, **field_of(passing.leaves)}
         for (name, (file, passing)), digest in zip(read.items(), digests, strict=True)

@@ -162,7 +162,7 @@ def _loaded(spec: OptimizerSpec, state: TrainState, group: Group, leaves: Leaves
         path = stored[path_of(name)]
         param, rule = getattr(leaf, "sharding", None), state.rules.get(path)
         slots[name] = {
-            slot: _placed(tensor, slot_sharding(param, rule, spec.known, slot))
+            slot: _placed(tensor, slot_sharding(param, rule, spec.definition, slot))
             for slot, tensor in state.slots.get(path, {}).items()
         }
     whole = {slot: _placed(tensor, None) for slot, tensor in group.slots.items()}

@@ -103,8 +103,8 @@ def state_shardings(init: Callable[[Any], Any], params: Any) -> Any:
     with jax.sharding.use_abstract_mesh(explicit):
         state = jax.eval_shape(init, jax.tree.map(described, params))
 
-    def found(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def sharding_of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         is_named = isinstance(leaf.sharding, NamedSharding)
         return NamedSharding(mesh, leaf.sharding.spec if is_named else PartitionSpec())
 
-    return jax.tree.map(found, state)
+    return jax.tree.map(sharding_of, state)

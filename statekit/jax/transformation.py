@@ -68,7 +68,7 @@ class OptimizerSpec:
     unknown: tuple[str, ...] = ()
 
     @cached_property
-    def known(self) -> OptimizerSchema:
+    def definition(self) -> OptimizerSchema:
         """The schema."""
         return load_schema(self.schema)
 
@@ -80,7 +80,7 @@ class OptimizerSpec:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All hyperparameters that the variant offers, but for the learning rate."""
-        defaults = self.known.variant(self.variant)["defaults"]
+        defaults = self.definition.variant(self.variant)["defaults"]
         left_out = (*RATE_NAMES, LOGICAL, *self.unknown)
         return {k: v for k, v in {**defaults, **self.options}.items() if k not in left_out}
 
@@ -98,12 +98,12 @@ class OptimizerSpec:
         """
         faults = Faults()
         names = list(shapes)
-        groups = by_name(self.known, self.variant, self.settings, names, faults)
+        groups = by_name(self.definition, self.variant, self.settings, names, faults)
         if self.rules is None:
-            rules = factor_rules(self.known, self.variant, self.settings, shapes, faults)
+            rules = factor_rules(self.definition, self.variant, self.settings, shapes, faults)
         else:
             rules = {path: self.rules[path] for path in names if path in self.rules}
-        refuse_by_name(self.known, faults)
+        refuse_by_name(self.definition, faults)
         group = Group(tuple(names), {name: value for name, value in groups.items() if name != FACTOR_MAP})
         return GroupPlan(group, settled_group(self.steps, group, rules, self.variant), rules)
 
@@ -200,7 +200,7 @@ def _gradient_faults(leaves: Leaves, grads: Mapping[str, Any]) -> Iterator[tuple
 
 def initial(spec: OptimizerSpec, plan: GroupPlan, leaves: Leaves) -> State:
     """Returns the state before the first update, laid out over devices as the parameters are."""
-    xp, schema = TracedBackend(), spec.known
+    xp, schema = TracedBackend(), spec.definition
 
     def fresh(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {

@@ -252,7 +252,7 @@ def carried_to_load(
         InexactError: Something would be less exact; lists every parameter.
         StateError: A map doesn't fit.
     """
-    least = Exactness.asked(require)
+    least = Exactness.named(require)
     if maps and not slots:
         state = replace(state, slots={})
     after, mapped = carried_through(state, maps)

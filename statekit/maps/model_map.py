@@ -275,7 +275,7 @@ class ModelMap:
         return replace(self, beside=companions, beside_in=file)
 
     @property
-    def known(self) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, Any]:
         """What is known of the model: what was said, and what stands beside the checkpoint."""
         return {**self.beside, **self.config}
 
@@ -354,7 +354,7 @@ class ModelMap:
             before, shapes = (
                 {path: tuple(array.shape) for path, array in side.items()} for side in (arrays, result)
             )
-            self.pretrained.check(replace(model, before=before, shapes=shapes), self.known, self.name)
+            self.pretrained.check(replace(model, before=before, shapes=shapes), self.facts, self.name)
         return named({**result, **{name: result[path] for name, path in self._ties_of(links).items()}})
 
     def _ties_of(self, links: Sequence[Link]) -> dict[str, str]:
@@ -374,7 +374,7 @@ class ModelMap:
         """Returns a state with what the target's library builds its model from, instead of the source's such files."""
         state = result.state
         model = replace(model, shapes={path: param.shape for path, param in state.params.items()})
-        files, taken = pretrained.made(model, self.known, self.name, self.beside_in)
+        files, taken = pretrained.made(model, self.facts, self.name, self.beside_in)
         companions = {**state.extra.get(BESIDE, {}), PRETRAINED: files}
         extra = {**state.extra, BESIDE: companions}
         return replace(result, state=replace(state, extra=extra, assumptions=(*state.assumptions, *taken)))
@@ -382,7 +382,7 @@ class ModelMap:
     def _links(self, shapes: Mapping[str, Shape], faults: Faults) -> tuple[list[Link], Model]:
         """Returns what becomes of each parameter, and what kind of model the names show; adds what doesn't fit."""
         if self.modules is not None:
-            links, sentences = self.modules.links(shapes, self.known, self.model, faults)
+            links, sentences = self.modules.links(shapes, self.facts, self.model, faults)
             return links, Model(taken=sentences)
         refused = {
             path: why
@@ -432,7 +432,7 @@ class ModelMap:
         for choice, alternatives in self.choices.items():
             seen, named = self._shown(choice, bound, faults)
             shown, open_ones = _left_open(alternatives, seen, named)
-            given, asked = self.known.get(choice), self.asked.get(choice)
+            given, asked = self.facts.get(choice), self.asked.get(choice)
             # What was said counts where the names leave it open; else it contradicts them.
             if given is not None and given not in open_ones:
                 expected = f"and the names show {' or '.join(seen) or shown}"
@@ -539,7 +539,7 @@ class ModelMap:
 
     def _told(self, size: int | str) -> int | None:
         """Returns a size that stands in the map's file, or in the configuration; None where it is unknown."""
-        return size if isinstance(size, int) else self.known.get(size)
+        return size if isinstance(size, int) else self.facts.get(size)
 
     def _operation(
         self, one: Mapping[str, Any], places: Mapping[str, int], lengths: Mapping[str, int]
@@ -571,7 +571,7 @@ class ModelMap:
         shares = one.get("shares", [1] * lengths[over])
         if one["op"] == "split":
             return Split(axis, tuple(map(self._size, shares)), places[over], turns)
-        is_said = all(size in self.known for size in shares if isinstance(size, str))
+        is_said = all(size in self.facts for size in shares if isinstance(size, str))
         return Concatenate(axis, lengths[over], tuple(map(self._size, shares)) if is_said else None, turns)
 
     def _size(self, size: int | str) -> int:
@@ -580,13 +580,13 @@ class ModelMap:
         return REST if size in _REST else self._said(size)
 
     def _said(self, name: str) -> int:
-        if name not in self.known:
+        if name not in self.facts:
             raise UsageError(
                 f"The map {self.name} needs to know {name}, which no checkpoint says: {self.needed[name]}.",
                 place="--config",
                 remedy=f"say it: --config {name}=..., or --config config.json with the model's",
             )
-        return int(self.known[name])
+        return int(self.facts[name])
 
 
 def _of_values(record: Mapping[str, Any]) -> Operation:

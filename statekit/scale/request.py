@@ -85,7 +85,7 @@ def from_json(document: RequestDocument) -> Request:
         document["to"],
         document["layout"],
         offset if isinstance(offset, int) or offset == "reset" else "keep",  # type: ignore[arg-type]
-        Exactness.asked(document["require"]),
+        Exactness.named(document["require"]),
         None if like is None else checkpoint_place(like),
         () if maps is None else maps_of(maps["map"], maps["config"], maps["rename"], budget=ref.job_budget()),
         Changes.of(document["changes"]) if "changes" in document else None,

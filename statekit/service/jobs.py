@@ -276,7 +276,7 @@ class Jobs:
                 )
             return row.data
 
-    def known(
+    def earlier(
         self, kind: str, subjects: Sequence[int], options: Mapping[str, Any] | None = None
     ) -> Job | None:
         """Returns the latest job that has done the same with the same contents, by this statekit; None of none."""

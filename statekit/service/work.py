@@ -191,7 +191,7 @@ def _verify(request: Mapping[str, Any], listener: Listener) -> Any:
     names = ("steps", "gradients", "backend", "everything", "seed", "config", "step_offset")
     asked = {name: options[name] for name in names if name in options}
     if "require" in options:
-        asked["require"] = Exactness.asked(options["require"])
+        asked["require"] = Exactness.named(options["require"])
     with _map(options) as name:
         certificate = verify(
             _ref(request),
@@ -224,7 +224,7 @@ def _plan(request: Mapping[str, Any], name: str | None) -> Plan:
         to=options.get("to"),
         layout=options.get("layout"),
         step_offset=options.get("step_offset", "keep"),
-        require=Exactness.asked(options.get("require", "rounding")),
+        require=Exactness.named(options.get("require", "rounding")),
         like=files.get("like"),
         maps=maps_of(name, options.get("config"), options.get("rename"), budget=_ref(request).job_budget()),
         changes=Changes.of(changes),

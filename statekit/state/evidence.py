@@ -80,11 +80,11 @@ class Fact:
         return self.source == "given" and self.because.startswith(_FILE_SAYS)
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The fact in words: what is None is off.
 
         Example:
-            >>> Fact("clipping_threshold").said, Fact("beta1", 0.9).said
+            >>> Fact("clipping_threshold").text, Fact("beta1", 0.9).text
             ('no clipping_threshold', 'beta1=0.9')
         """
         return f"no {self.name}" if self.value is None else f"{self.name}={self.value}"
@@ -205,7 +205,7 @@ def headline(verdict: str, facts: Iterable[Fact]) -> str:
     conditions = [fact.because for fact in facts if fact.name in (SCALED, ORDER, PIECES)]
     conditions = [*dict.fromkeys(conditions), *_taken(weak), *_assumed(values)]
     unknown = [fact.name for fact in weak if fact.source == "unknown" and fact.name != OPTIMIZER]
-    given = [f"{fact.said} as given ({fact.because})" for fact in facts if fact.is_against_file]
+    given = [f"{fact.text} as given ({fact.because})" for fact in facts if fact.is_against_file]
     text = f"{verdict}, with {_counted(given, MOST_NAMED)}" if given else verdict
     text = f"{text}, if {' and '.join(conditions)}" if conditions else text
     return f"{text}; unknown: {_counted(unknown, MOST_NAMED + 1)}" if unknown else text
@@ -230,7 +230,7 @@ def _assumed(facts: Sequence[Fact]) -> Iterator[str]:
     """Yields the values that are assumed, by whose defaults they are."""
     for because in dict.fromkeys(fact.because for fact in facts):
         same = [fact for fact in facts if fact.because == because]
-        values = _counted([fact.said for fact in same], MOST_NAMED)
+        values = _counted([fact.text for fact in same], MOST_NAMED)
         several = len(same) > 1
         whose = because.replace("the default of", "the defaults of", 1) if several else because
         yield f"{values} ({whose}; nothing in the file says {'them' if several else 'it'})"

@@ -28,14 +28,14 @@ class Exactness(IntEnum):
     """Can't be done."""
 
     @classmethod
-    def asked(cls, level: str) -> Exactness:
+    def named(cls, level: str) -> Exactness:
         """Returns the least exactness that somebody asks for.
 
         Raises:
             UsageError: There is no such level.
 
         Example:
-            >>> Exactness.asked("rounding").name
+            >>> Exactness.named("rounding").name
             'ROUNDING'
         """
         return cls[check_name("level", level, get_args(Level), "require").upper()]

@@ -512,7 +512,7 @@ class TrainState:
         groups.sort(key=lambda pair: place[pair[0].paths[0]] if pair[0].paths else len(place))
         return Optimizer.of([group for group, _ in groups], [kind for _, kind in groups])
 
-    def each(self, change: Callable[[TrainState], TrainState]) -> TrainState:
+    def per_optimizer(self, change: Callable[[TrainState], TrainState]) -> TrainState:
         """Returns the state with a change made to the part of each optimizer."""
         return self.of_parts([change(part) for part in self.parts()])
 
@@ -572,7 +572,7 @@ class TrainState:
                 expected=f"keep, reset, or a number from 0 to the step, {updates}",
                 found=asked,
             )
-        return self.each(
+        return self.per_optimizer(
             lambda part: (
                 part.with_hyperparameters(step_offset=value) if part.optimizer.schema in having else part
             )

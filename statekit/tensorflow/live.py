@@ -153,12 +153,12 @@ def _with_rate(state: TrainState, optimizer: Any) -> TrainState:
     """Returns the state with the rate of the next update, which a schedule makes."""
     rate = float(backend("tensorflow").numpy(optimizer.learning_rate))
 
-    def said(i: int, group: Group) -> Group:
+    def with_rate(i: int, group: Group) -> Group:
         name = next((n for n in RATE_NAMES if n in group.hyperparameters), RATE_NAMES[0])
         value = rate * rate_factor(optimizer, state.optimizer, i)
         return replace(group, hyperparameters={**group.hyperparameters, name: value})
 
-    groups = tuple(said(i, group) for i, group in enumerate(state.optimizer.groups))
+    groups = tuple(with_rate(i, group) for i, group in enumerate(state.optimizer.groups))
     return replace(state, optimizer=replace(state.optimizer, groups=groups))
 
 

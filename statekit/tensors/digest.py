@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from statekit.pipeline import ahead, each, passed, working
+from statekit.pipeline import ahead, in_turn, passed, working
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Tensor, blocks, chunks, nbytes
 from statekit.tensors.tree import Record, Tree
 
@@ -36,7 +36,7 @@ def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
     """
     chunk = getattr(tensor, "chunk", None)
     if chunk is not None and math.prod(chunk) * tensor.dtype.itemsize <= BLOCK_BYTES:
-        return map(little_endian, each(tensor.read, blocks(tensor)))
+        return map(little_endian, in_turn(tensor.read, blocks(tensor)))
     read = passed(map(little_endian, chunks(tensor, BLOCK_BYTES)))
     return ahead(read) if nbytes(tensor) > BLOCK_BYTES else read
 
@@ -82,7 +82,7 @@ def tensor_digests(
             continue
         chunked = dict(group)
         for (name, tensor), digest in zip(
-            chunked.items(), each(tensor_digest, chunked.values()), strict=True
+            chunked.items(), in_turn(tensor_digest, chunked.values()), strict=True
         ):
             on_block(name, nbytes(tensor))
             yield name, digest

@@ -134,7 +134,7 @@ def optimizer_for(
         StateError: The parameters don't fit, or no optimizer here follows the rule; lists every fault.
     """
     require_resumable(state, place, HOME, MAKERS)
-    state = state.each(_rules_completed)
+    state = state.per_optimizer(_rules_completed)
     groups = _grouped(state, named_parameters, place)
     saved = layout(LAYOUT).encode(state).tree["optimizer"]
     saved["param_groups"] = [group for group in saved["param_groups"] if group["params"]]

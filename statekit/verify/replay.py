@@ -37,7 +37,7 @@ from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
 from statekit.tensors.tree import Tree, report_json
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
-from statekit.verify.start_state import native_state, told
+from statekit.verify.start_state import native_state, with_stated
 from statekit.verify.stepping import named, tensors_of
 from statekit.verify.verdict import Row, compare
 
@@ -180,9 +180,9 @@ class Subject:
     def belief(self, update: int, state: TrainState) -> TrainState:
         """Returns a state with the rules and hyperparameters that our side uses for an update."""
         if self.start == "init":
-            return self._changed(told(state, self._said(update)))
+            return self._changed(with_stated(state, self._said(update)))
         with self._opened(update) as stored:
-            return self._changed(told(state, stored))
+            return self._changed(with_stated(state, stored))
 
     @contextmanager
     def _opened(self, update: int) -> Iterator[TrainState]:

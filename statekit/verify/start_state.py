@@ -38,10 +38,10 @@ def native_state(path: Path, stated: TrainState, hints: CheckpointRef | None = N
             for name, tensor in state.params.items()
             if name in stated.params or name in moved  # a recording has no parameters that nothing moves
         }
-        yield told(replace(state, params=params), stated)
+        yield with_stated(replace(state, params=params), stated)
 
 
-def told(state: TrainState, stated: TrainState) -> TrainState:
+def with_stated(state: TrainState, stated: TrainState) -> TrainState:
     """Returns a state that is moved as another one says; what its groups hold stays its own."""
     groups = stated.optimizer.groups
     if any(group.slots for group in state.optimizer.groups):

@@ -35,7 +35,7 @@ from statekit.converters.formats.zarr.stores import Store
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checksums import OF_COMPRESSORS
 from statekit.files.source import Held, Part, Source, bytes_at, hold
-from statekit.pipeline import can_share, each, empty, passage, shared
+from statekit.pipeline import can_share, empty, in_turn, passage, shared
 from statekit.tensors.tensor import (
     Array,
     DType,
@@ -506,7 +506,7 @@ class _Reader:
                 for (position, inner, outer), value in zip(parts, stored, strict=True)
             ]
             is_little = len(jobs) == 1 or self._header.chunk_bytes() <= LITTLE
-            for _ in map(self._copy, jobs) if is_little else each(self._copy, jobs):
+            for _ in map(self._copy, jobs) if is_little else in_turn(self._copy, jobs):
                 pass
             self._store.account.free(taken)
         return np.empty(index_shape(index), self._header.dtype) if out is None else out

@@ -15,7 +15,7 @@ from statekit.converters.formats.crc import crc32
 from statekit.converters.formats.zarr.array import Header
 from statekit.converters.formats.zarr.headers import header_json
 from statekit.files.stage import Stage
-from statekit.pipeline import each, working
+from statekit.pipeline import in_turn, working
 from statekit.tensors.digest import little_endian
 from statekit.tensors.tensor import BLOCK_BYTES, Filled, Shape, Tensor, blocks, positions
 
@@ -83,7 +83,7 @@ def encoded_chunks(
 
     if header.compressor == "zstd":
         whole = ((key, [*chunk]) for key, chunk in chunks())
-        for key, packed in each(partial(_zstandard, header.level), whole):
+        for key, packed in in_turn(partial(_zstandard, header.level), whole):
             yield key, iter((packed,))
     else:
         for key, chunk in chunks():
@@ -158,7 +158,7 @@ def _gzip(chunk: Iterator[memoryview], header: Header) -> Iterator[bytes]:
 
     yield _GZIP_HEADER
     crc = 0
-    for data, packed in each(compress, pieces()):  # while some are compressed, the next is read
+    for data, packed in in_turn(compress, pieces()):  # while some are compressed, the next is read
         crc = crc32(data, crc)
         yield packed
     yield struct.pack("<II", crc, size % 2**32)

@@ -53,7 +53,7 @@ def changed(
     done: list[Change] = []
     if asked.params_only:
         check_known(state, makers)
-        state = _params_only(state.each(decoded), done)
+        state = _params_only(state.per_optimizer(decoded), done)
     state = _frozen(state, asked.drop_slots_of, done)
     state, policy = _begun_anew(state, asked.slot_policy, done)
     state = _by_policy(state, policy, done)
@@ -155,9 +155,11 @@ def _by_policy(state: TrainState, policy: Mapping[str, Policy], done: list[Chang
     dropped = [name for name, way in ways.items() if way == "drop"]
     reset = [name for name, way in ways.items() if way == "reset" and name != COUNT]
     if dropped:
-        state = state.each(lambda part: _dropped(part, [n for n in dropped if n in _slots_of(part)], done))
+        state = state.per_optimizer(
+            lambda part: _dropped(part, [n for n in dropped if n in _slots_of(part)], done)
+        )
     for name in reset:
-        state = state.each(partial(_reset, name=name, done=done))
+        state = state.per_optimizer(partial(_reset, name=name, done=done))
     if ways.get(COUNT) == "reset":
         return _recounted(state, done)
     done += _forms_that_stay(state, [name for name in names if name not in dropped], reset)
@@ -222,7 +224,7 @@ def _some_anew(state: TrainState, pattern: str, where: str, way: Policy, done: l
             remedy=f"there are {some([*labels, *state.slots])}",
         )
     for name in names:
-        state = state.each(partial(_reset, name=name, done=done, only=paths))
+        state = state.per_optimizer(partial(_reset, name=name, done=done, only=paths))
     if counts:
         reason = f"the updates done by {len(paths)} parameters are 0 instead of {state.counts.updates}"
         done.append(Change(option("slot_policy"), reason, tuple(paths), Exactness.LOSSY))
@@ -426,7 +428,7 @@ def _at_schedule(state: TrainState, asked: StepOffset, done: list[Change]) -> Tr
 def _rescaled(state: TrainState, scale: float, done: list[Change]) -> TrainState:
     """Returns a state as a run has it whose gradients were `scale` times as large from the start."""
     faults = Faults()
-    state = state.each(lambda part: _part_rescaled(part, scale, done, faults))
+    state = state.per_optimizer(lambda part: _part_rescaled(part, scale, done, faults))
     state = replace(state, extra=_extra_rescaled(state, scale, done, faults))
     faults.check(UsageError, f"The loss can't be {scale:g} times as large", place=option("loss_scale"))
     return state
@@ -565,7 +567,7 @@ def _slots_cast(state: TrainState, asked: Mapping[str, str], done: list[Change])
         }
         done += _cast_changes("slot_dtype", name, cast_slots, dtype)
     changed_state = replace(state, slots=slots)
-    return changed_state.each(lambda part: _told_dtypes(part, dtypes))
+    return changed_state.per_optimizer(lambda part: _told_dtypes(part, dtypes))
 
 
 def _asked_dtypes(state: TrainState, asked: Mapping[str, str]) -> dict[str, DType]:

@@ -40,25 +40,25 @@ class Filter:
     options: tuple[tuple[str, int], ...]
 
 
-def asked(said: Mapping[str, str]) -> Query:
+def query_of(parameters: Mapping[str, str]) -> Query:
     """Returns which checkpoints an address asks for: `q`, and the fields of a query by their names.
 
     What isn't understood leaves none out.
 
     Example:
-        >>> asked({"q": "t5", "run": "3", "sort": "nothing"})
+        >>> query_of({"q": "t5", "run": "3", "sort": "nothing"})
         Query(text='t5', root=None, run=3, container=None, layout=None, optimizer=None, tag=None, seal=None, \
 verdict=None, status='present', readable=None, sort='-modified')
     """
-    fields: dict[str, Any] = {name: said[name] for name in _FILTERS if said.get(name)}
+    fields: dict[str, Any] = {name: parameters[name] for name in _FILTERS if parameters.get(name)}
     for name in ("run", "root"):
-        if (number := record_number(said.get(name, ""))) is not None:
+        if (number := record_number(parameters.get(name, ""))) is not None:
             fields[name] = number
-    if said.get("sort", "").removeprefix("-") in SORTS:
-        fields["sort"] = said["sort"]
-    if said.get("readable") in {"yes", "no"}:
-        fields["readable"] = said["readable"] == "yes"
-    return Query(text=said.get("q", "")[:MOST_TEXT], **fields)
+    if parameters.get("sort", "").removeprefix("-") in SORTS:
+        fields["sort"] = parameters["sort"]
+    if parameters.get("readable") in {"yes", "no"}:
+        fields["readable"] = parameters["readable"] == "yes"
+    return Query(text=parameters.get("q", "")[:MOST_TEXT], **fields)
 
 
 def record_number(text: str) -> int | None:

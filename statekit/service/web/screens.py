@@ -125,7 +125,7 @@ class Screens:
         if not subjects:
             return None
         options = {"path": path, **more}
-        result = self.jobs.known("parameter", subjects, options)
+        result = self.jobs.earlier("parameter", subjects, options)
         if result is not None:
             return result
         recent = self.jobs.jobs(subject=subjects[0], kind="parameter", limit=MOST_RECENT).items

@@ -25,7 +25,7 @@ from statekit.pages.verdicts import VERDICTS
 from statekit.service.records import ENDED, KINDS, Checkpoint, Node, Query, Run
 from statekit.service.service import Service
 from statekit.service.standing import fault_of
-from statekit.service.web.addresses import WHOLE, address, asked, filters, record_number
+from statekit.service.web.addresses import WHOLE, address, filters, query_of, record_number
 from statekit.service.web.api import After, Id, Number, Place
 from statekit.service.web.branches import Branch, branch
 from statekit.service.web.closer_views import closer_screens, over_run
@@ -156,7 +156,7 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
 
     @routes.get("/")
     def list_checkpoints(request: Request, cursor: str | None = None) -> Response:
-        query = asked(request.query_params)
+        query = query_of(request.query_params)
         page = of.catalogue.checkpoints(query, cursor, ROWS)
         context = {
             "page": page,

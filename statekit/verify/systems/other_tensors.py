@@ -20,7 +20,7 @@ CARRIED = "beside"
 """Where a state's `extra` has what it needs to be written as it was read."""
 
 
-def known(name: str, spec: Mapping[str, Any]) -> bool:
+def has_meaning(name: str, spec: Mapping[str, Any]) -> bool:
     """Tells whether a tensor has a meaning here."""
     if counts_updates(name, spec):
         return True

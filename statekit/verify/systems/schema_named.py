@@ -188,7 +188,7 @@ def _decode(tensors: Mapping[str, Tensor], step: int, spec: Mapping[str, Any]) -
             *(
                 ("has no place in a canonical state", name)
                 for name in rest
-                if not other_tensors.known(name, spec)
+                if not other_tensors.has_meaning(name, spec)
             ),
         ]
     )
