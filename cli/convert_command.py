@@ -66,7 +66,7 @@ def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 def _maps(
     name: str | None, config: tuple[str, ...], rename: dict[str, str], hints: CheckpointRef
 ) -> tuple[tuple[StateMap, ...], dict[str, Any]]:
-    """Returns the maps that are asked for, and how that was said."""
+    """Returns the maps that the user asks for, and the options as the user gave them."""
     if name is None and not config and not rename:
         return (), {}
     from statekit.files.source import Files
@@ -197,7 +197,7 @@ def asks_for_a_plan(command: Callable[..., Any]) -> Callable[..., Any]:
         asked = {name: options.pop(name) for name in ("to", "layout", "step_offset", "like", "changes")}
         asked["require"] = Exactness[options.pop("require").upper()]
         map_name, config, rename = (options.pop(name) for name in ("map_name", "config", "rename"))
-        asked["maps"], asked["said"] = _maps(map_name, config, rename, ref)
+        asked["maps"], asked["map_options"] = _maps(map_name, config, rename, ref)
         return command(asked=Asked(ref, target, asked, map_name, config), **options)
 
     for option in reversed(_OF_PLANS):

@@ -225,7 +225,7 @@ def plan(
         require=Exactness.named(require),
         like=None if like is None else _local(like),
         maps=maps_of(map, config, rename, budget=ref.job_budget()),
-        said={"map": map, "config": config, "rename": rename},
+        map_options={"map": map, "config": config, "rename": rename},
         changes=Changes.of(
             {
                 "schedule_step": schedule_step,

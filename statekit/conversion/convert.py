@@ -1,18 +1,18 @@
-"""The two verbs of the library: `plan` says what a conversion will do, `convert` does it.
+"""The two verbs of the library: `plan` describes a conversion, and `convert` carries it out.
 
-p = plan(Path("t5x-ckpt"), Path("torch-ckpt"))
-print(p.exactness, p.bytes)
-report = convert(p)
+planned = plan(Path("t5x-ckpt"), Path("torch-ckpt"))
+print(planned.exactness, planned.bytes)
+report = convert(planned)
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as replace_in
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from statekit.errors import CommitError, Faults, StatekitError, TargetExistsErro
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
 from statekit.files.homes import Entries, check_target, permissions
-from statekit.files.integrity import check_no_damage, prove_files, proving_files, value_fault
+from statekit.files.integrity import ProveFiles, check_no_damage, prove_files, proving_files, value_fault
 from statekit.files.manifest import tensor_entry
 from statekit.files.sections import CutPoints
 from statekit.files.source import target_place
@@ -112,21 +112,32 @@ def plan(
     like: Place | None = None,
     maps: tuple[StateMap, ...] = (),
     changes: Changes | None = None,
-    said: Mapping[str, Any] = {},
+    map_options: Mapping[str, Any] = {},
 ) -> Plan:
-    """Says what a conversion will do, without reading a value.
+    """Plans a conversion without reading a value.
 
-    The arguments are those of `statekit.plan`, which explains them; but `hints` are what the source doesn't say,
-    `require` is a level of exactness, `maps` are what `statekit.maps.model_map.maps_of` makes of `map`, `config` and
-    `rename`, and `changes` what `statekit.conversion.changing.changes.Changes.of` makes of the others. `said` has those
-    three as they were said, so that other processes can make the plan too.
+    `statekit.plan` explains the arguments. Here `hints` has what the source does not say, and `require` is a level of
+    exactness. `statekit.maps.model_map.maps_of` makes `maps` of the options `map`, `config` and `rename`, and
+    `map_options` has these three as the user gave them, so that other processes can make the plan too.
+    `statekit.conversion.changing.changes.Changes.of` makes `changes` of all other options.
 
     Raises:
         As `statekit.plan`.
     """
     ref = ref_of(source, hints, container=from_, step=step)
     return prepare(
-        Request(ref, target_place(target), to, layout, step_offset, require, like, maps, changes, said=said)
+        Request(
+            ref,
+            target_place(target),
+            to,
+            layout,
+            step_offset,
+            require,
+            like,
+            maps,
+            changes,
+            map_options=map_options,
+        )
     )
 
 
@@ -209,68 +220,98 @@ def check_place(plan: Plan, replace: bool, replace_foreign: bool) -> None:
     check_target(target, kind, replace=replace or replace_foreign, foreign=True)
 
 
+class _SourceProof:
+    """What a conversion proves of its source while it reads it: the digests of tensors, and the damage of files.
+
+    Attributes:
+        beside: The manifest's entries of the files beside the source from which values are taken.
+    """
+
+    def __init__(self, plan: Plan, prepared: Prepared, file_faults: ProveFiles) -> None:
+        self.beside: list[dict[str, Any]] = []
+        self._neighbours = prepared.beside
+        self._accepts_damage = plan.request.ref.accept_damaged
+        self._checkpoint = prepared.opened.checkpoint
+        self._copied = copied_names(self._checkpoint, prepared.encoded.tree)
+        self._read: dict[str, str] = {}
+        self._found = damage_at_opening(self._checkpoint)
+        self._file_faults = file_faults
+        self._damage: Faults | None = None
+
+    def read_others(self, tell: OnProgress) -> None:
+        """Reads what no tensor of the target copies: files beside the source, and the source's other tensors."""
+        for neighbour in self._neighbours:
+            faults, entry = proven_beside(neighbour, tell)
+            self.beside.append(entry)
+            self.check(faults, neighbour.checkpoint)
+            self._found += faults
+        self._read = digests_of(other_tensors(self._checkpoint, self._copied), tell)
+        self.check(value_faults(self._checkpoint, self._read))
+
+    def digests(self, written: Entries) -> dict[str, str]:
+        """Returns the digests of the source's tensors; those of copied tensors are the target's."""
+        return source_digests(self._read, self._copied, written)
+
+    def value_faults(self, written: Entries) -> Faults:
+        """Returns the tensors that aren't what the source's manifest says."""
+        return value_faults(self._checkpoint, self.digests(written))
+
+    def damage(self, written: Entries) -> Faults:
+        """Returns the damage of files; what no tensor was read of is read once, by the first call."""
+        if self._damage is None:
+            self._damage = Faults([*self._found, *self._file_faults(self.digests(written))])
+        return self._damage
+
+    def check(self, faults: Faults, checkpoint: Checkpoint | None = None) -> None:
+        """Refuses a source, or a file beside it, that has faults, unless the user accepts them."""
+        if not self._accepts_damage:
+            check_no_damage(faults, (checkpoint or self._checkpoint).path)
+
+
+@contextmanager
+def _proving(plan: Plan, prepared: Prepared, tell: OnProgress) -> Iterator[_SourceProof]:
+    """Proves a source by what is read of it in a context."""
+
+    def count(name: str, done: int, total: int) -> None:
+        tell(Progress("check", name, done, total))
+
+    with proving_files(prepared.opened.checkpoint, prepared.opened.budget, count) as file_faults:
+        yield _SourceProof(plan, prepared, file_faults)
+
+
 def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgress, cut: CutPoints) -> Report:
     began = time.monotonic()
     check_place(plan, replace, replace_foreign)
-    with carried_out(plan) as prepared:
+    with carried_out(plan) as prepared, _proving(plan, prepared, tell) as source:
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
-        passed = passed_through(checkpoint, tree)
-        rest: dict[str, str] = {}
-        found_damage = damage_at_opening(checkpoint)
-        has_masters = goes_on_with_masters(plan, prepared)
         records = kept_fields(plan, prepared)
-        lineage: list[dict[str, Any]] = []
 
-        def fields(streamed: Entries) -> Mapping[str, Any]:
-            digest = content_digest(checkpoint, source_digests(rest, passed, streamed))
+        def fields(written: Entries) -> Mapping[str, Any]:
             names = stage.home.names() if stage.kind == "folder" else ()
-            faults = changed(checkpoint, source_digests(rest, passed, streamed))
             return {
-                **manifest_fields(plan, digest, names),
-                **({"beside": lineage} if lineage else {}),
+                **manifest_fields(plan, content_digest(checkpoint, source.digests(written)), names),
+                **({"beside": source.beside} if source.beside else {}),
                 **records,
-                **taken(checkpoint, damage(), faults),
+                **damage_field(checkpoint, source.damage(written), source.value_faults(written)),
             }
 
-        def judge(faults: Faults) -> None:
-            if not plan.request.ref.accept_damaged:
-                check_no_damage(faults, checkpoint.path)
-
-        @cache
-        def damage() -> Faults:  # of files, once their tensors have been read
-            return Faults([*found_damage, *file_faults(source_digests(rest, passed, stage.tensors))])
-
-        with (
-            proving_files(
-                checkpoint,
-                prepared.opened.budget,
-                lambda name, done, total: tell(Progress("check", name, done, total)),
-            ) as file_faults,
-            staged(
-                plan.request.target,
-                prepared.kind,
-                replace=replace or replace_foreign,
-                foreign=replace_foreign,
-                mode=permissions(prepared.places),
-                on_progress=tell,
-                fields=fields,
-                total=plan.bytes,
-                budget=prepared.opened.budget,
-                entries=prepared.container.entries if isinstance(prepared.container, HasEntries) else (),
-            ) as stage,
-        ):
+        with staged(
+            plan.request.target,
+            prepared.kind,
+            replace=replace or replace_foreign,
+            foreign=replace_foreign,
+            mode=permissions(prepared.places),
+            on_progress=tell,
+            fields=fields,
+            total=plan.bytes,
+            budget=prepared.opened.budget,
+            entries=prepared.container.entries if isinstance(prepared.container, HasEntries) else (),
+        ) as stage:
             # Again: the stage remembers what lies there from now on.
             check_place(plan, replace, replace_foreign)
             try:
-                for neighbour in prepared.beside:
-                    wrong, entry = proven_beside(neighbour, tell)
-                    lineage.append(entry)
-                    if not plan.request.ref.accept_damaged:
-                        check_no_damage(wrong, neighbour.checkpoint.path)
-                    found_damage += wrong
-                rest.update(digests_of(rest_of(checkpoint, passed), tell))
-                judge(changed(checkpoint, rest))
-                if has_masters and not plan.request.ref.accept_damaged:
+                source.read_others(tell)
+                if goes_on_with_masters(plan, prepared) and not plan.request.ref.accept_damaged:
                     check_masters(prepared.opened.state, checkpoint.path)
                 stage.expect(tensor_names(tree))
                 # A container may make files by other means than the stage's.
@@ -279,13 +320,14 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
             except CommitError:
                 raise
             except StatekitError:  # which a damaged file explains
-                judge(damage())
+                source.check(source.damage(stage.tensors))
                 raise
-            judge(damage())
+            source.check(source.damage(stage.tensors))
             check_streamed(plan, stage)
-            digests = source_digests(rest, passed, stage.tensors)
-            judge(changed(checkpoint, digests))
+            source.check(source.value_faults(stage.tensors))
+            digests = source.digests(stage.tensors)
             files = stage.commit(prepared.reopen)
+        proven = manifest_entries(checkpoint).keys() & digests.keys()
         return Report(
             target=stage.target,
             plan=plan,
@@ -294,7 +336,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
             seconds=time.monotonic() - began,
             verified=len(stage.tensors),
             source_digest=content_digest(checkpoint, digests) or "",
-            source_proven=len(stated(checkpoint).keys() & digests.keys()) - len(changed(checkpoint, digests)),
+            source_proven=len(proven) - len(value_faults(checkpoint, digests)),
             measured=measured_of(plan, tensor_names(tree).values()),
         )
 
@@ -331,7 +373,7 @@ def proven_beside(opened: OpenState, tell: OnProgress) -> tuple[Faults, dict[str
     wrong = damage_at_opening(checkpoint)
     wrong += prove_files(checkpoint, opened.budget)
     digests = digests_of(checkpoint.tensors, tell)
-    wrong += changed(checkpoint, digests)
+    wrong += value_faults(checkpoint, digests)
     side = Side(checkpoint.container, opened.layout, checkpoint.step)
     return wrong, {
         "name": checkpoint.path.name,
@@ -349,7 +391,7 @@ def measured_of(plan: Plan, tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
     return measured_in(tensors)
 
 
-def _aim(link: Path) -> str:
+def _link_target(link: Path) -> str:
     """Returns where a link leads, for a message."""
     try:
         return os.readlink(link)
@@ -366,7 +408,7 @@ def _check_ours(target: Path) -> None:
         raise TargetExistsError(
             "The target is a link, which statekit didn't make.",
             place=target,
-            found=f"a link to {_aim(target)}",
+            found=f"a link to {_link_target(target)}",
             remedy="name the link's target, or choose another name; --replace-foreign replaces the link",
         )
     if not target.is_file():
@@ -417,16 +459,12 @@ def manifest_fields(plan: Plan, digest: str | None, files: Iterable[str]) -> Map
         "resume": resume_lines(in_manifest(plan, files), plan.state),
         "dropped": dict(plan.dropped),
         "inexact": {
-            **{
-                mapping.target: {"exactness": mapping.exactness.name.lower(), "reason": mapping.reason}
-                for mapping in plan.mapped
-                if mapping.exactness > Exactness.BITWISE
-            },
-            **{
-                entry.name: {"exactness": entry.exactness.name.lower(), "reason": entry.reason}
-                for entry in plan.entries
-                if entry.exactness > Exactness.BITWISE
-            },
+            name: {"exactness": exactness.name.lower(), "reason": reason}
+            for name, exactness, reason in (
+                *((mapping.target, mapping.exactness, mapping.reason) for mapping in plan.mapped),
+                *((entry.name, entry.exactness, entry.reason) for entry in plan.entries),
+            )
+            if exactness > Exactness.BITWISE
         },
     }
 
@@ -436,7 +474,7 @@ def damage_at_opening(checkpoint: Checkpoint) -> Faults:
     return Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
 
 
-def taken(checkpoint: Checkpoint, damage: Faults, changed: Faults) -> dict[str, Any]:
+def damage_field(checkpoint: Checkpoint, damage: Faults, changed: Faults) -> dict[str, Any]:
     """Returns the manifest's field for a damaged source that was accepted: what contradicted its manifest, and where.
 
     Files are named as in the source's folder: a manifest says nothing of this machine.
@@ -450,43 +488,43 @@ def taken(checkpoint: Checkpoint, damage: Faults, changed: Faults) -> dict[str, 
     return {"damage": lines} if lines else {}
 
 
-def passed_through(checkpoint: Checkpoint, tree: Tree) -> dict[str, str]:
+def copied_names(checkpoint: Checkpoint, tree: Tree) -> dict[str, str]:
     """Returns name in the target -> name in the source, for tensors that are written as they are."""
     sources = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
     return {name: sources[id(tensor)] for name, tensor in tensor_names(tree).items() if id(tensor) in sources}
 
 
-def rest_of(checkpoint: Checkpoint, passed: Mapping[str, str]) -> dict[str, Tensor]:
-    """Returns the tensors of the source that aren't written as they are; the others are digested meanwhile."""
-    streamed = set(passed.values())
-    return {name: tensor for name, tensor in checkpoint.tensors.items() if name not in streamed}
+def other_tensors(checkpoint: Checkpoint, copied: Mapping[str, str]) -> dict[str, Tensor]:
+    """Returns the tensors of the source that no tensor of the target copies; writing digests the copied ones."""
+    names = set(copied.values())
+    return {name: tensor for name, tensor in checkpoint.tensors.items() if name not in names}
 
 
-def digests_of(rest: Mapping[str, Tensor], tell: OnProgress) -> dict[str, str]:
-    """Reads tensors of the source by themselves, and returns their digests."""
-    total, done = sum(map(nbytes, rest.values())), 0
+def digests_of(tensors: Mapping[str, Tensor], tell: OnProgress) -> dict[str, str]:
+    """Reads tensors of the source, and returns their digests."""
+    total, done = sum(map(nbytes, tensors.values())), 0
 
     def count(name: str, size: int) -> None:
         nonlocal done
         done += size
         tell(Progress("check", name, done, total))
 
-    return dict(tensor_digests(rest, count))
+    return dict(tensor_digests(tensors, count))
 
 
-def source_digests(rest: Mapping[str, str], passed: Mapping[str, str], streamed: Entries) -> dict[str, str]:
-    """Joins the digests of the tensors read by themselves with those of the tensors streamed so far."""
-    return {**rest, **{passed[name]: entry["blake3"] for name, entry in streamed.items() if name in passed}}
+def source_digests(read: Mapping[str, str], copied: Mapping[str, str], written: Entries) -> dict[str, str]:
+    """Joins the digests of the tensors that were only read with those of the tensors that were copied so far."""
+    return {**read, **{copied[name]: entry["blake3"] for name, entry in written.items() if name in copied}}
 
 
-def stated(checkpoint: Checkpoint) -> Entries:
+def manifest_entries(checkpoint: Checkpoint) -> Entries:
     """Returns what the source's manifest says of its tensors; not of those whose shape or dtype is another."""
     entries = checkpoint.proof.tensors if checkpoint.proof else {}
     named = ((name, entries[name], tensor) for name, tensor in checkpoint.tensors.items() if name in entries)
     return {name: entry for name, entry, tensor in named if entry == tensor_entry(tensor, entry["blake3"])}
 
 
-def changed(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Faults:
+def value_faults(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Faults:
     """Compares digests with those of the source's manifest."""
     entries = checkpoint.proof.tensors if checkpoint.proof else {}
     faults = (

@@ -46,7 +46,7 @@ class Request:
         like: A file of the same model, whose places the target's parameters get.
         maps: What gives the parameters the names and axes of another model, one after the other.
         changes: What shall be changed of the run; None if nothing.
-        said: `map`, `config` and `rename` as they were said, by which another process makes `maps` anew.
+        map_options: `map`, `config` and `rename` as the user gave them; another process makes `maps` of them again.
         asks: Whether facts that the target stores and nobody says are refused; a proof looks at them itself.
     """
 
@@ -60,7 +60,7 @@ class Request:
     maps: tuple[StateMap, ...] = ()
     changes: Changes | None = None
     asks: bool = True
-    said: Mapping[str, Any] = field(default_factory=dict)
+    map_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,7 @@ from statekit.state.train_state import Counts, StepOffset, TrainState
 from statekit.tensors.tree import at, going_over
 
 if TYPE_CHECKING:  # entered only where something is asked for
-    from statekit.conversion.belonging import open_parts
-from statekit.conversion.changing.changes import Change
+    from statekit.conversion.changing.changes import Change
 
 SCHEDULE = "counts/schedule"
 """Canonical name of where a run's schedule stands."""
@@ -167,14 +166,14 @@ class Prepared(AbstractContextManager["Prepared"]):
             if self.container.name in self.layout.containers or of_another_kind:
                 raise
             reason = error.line if isinstance(error, StatekitError) else f"{type(error).__name__}: {error}"
-            raise self._unfit(reason) from error
+            raise self._misfit_error(reason) from error
 
-    def _check_told(self, written: Checkpoint) -> None:
+    def _check_recognised(self, written: Checkpoint) -> None:
         """Refuses names that tell no layout what they mean; another than the target's may have the same."""
         try:
             registry.detect_layout(written)
         except UnknownFormatError as error:
-            raise self._unfit(error.line) from error
+            raise self._misfit_error(error.line) from error
 
     def _check_counts(self, back: TrainState) -> None:
         """Refuses a target that has lost counts of parameters by themselves, unless the change of the rule says so."""
@@ -193,7 +192,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 remedy="choose statekit-torch or another layout that counts for each, such as torch-optim",
             )
 
-    def _unfit(self, found: str) -> InexactError:
+    def _misfit_error(self, found: str) -> InexactError:
         layout, container = self.layout, self.container.name
         return InexactError(
             f"The layout {layout.name} doesn't go into the container {container}.",
@@ -209,7 +208,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         try:
             written = proven(written, self.opened.budget)
             if self.reads.model is None and self.layout.detect(written) is None:
-                self._check_told(written)
+                self._check_recognised(written)
             with self.joining():
                 back = self.layout.decode(written, self.reads)
             self._check_counts(back)
@@ -252,27 +251,27 @@ def _prepared(request: Request) -> Plan:
     opened = _opened(request)
     neighbours: tuple[OpenState, ...] = ()
     try:
-        state, changes = _changed(opened, request)
+        state, changes = _with_changes(opened, request)
         card, passed_over, state = _layout_for(container, state, opened, request, implied)
         layout = registry.layout(card.name)
         keeps_encoding = _keeps_encoding(layout)
         if not keeps_encoding and not _is_stored_as_moved(state):
             check_known(state, opened.makers)
             state = state.per_optimizer(decoded)
-        maps = _knowing(request.maps, opened)
+        maps = _with_model_settings(request.maps, opened)
         state, mapped = carried_through(state, maps) if maps else (state, ())
-        state, changes, neighbours = _with_missing(state, changes, opened, request)
+        state, changes, neighbours = _with_init_missing(state, changes, opened, request)
         require_whole(state, opened.checkpoint.path)
         carried, rule_change = state, rule_change_to(card, state, opened.layout)
         makers = registry.layout_card(opened.layout).variants
         if rule_change is not None:
-            rule_change.check(request.require, lambda: _nearest(opened, request))
+            rule_change.check(request.require, lambda: _layouts_exact_enough(opened, request))
             state = rule_change.state
         if request.like is not None:
-            state = _like(layout, state, request.like, opened, request.ref)
+            state = _laid_out_like(layout, state, request.like, opened, request.ref)
         encoded, state = encoded_in(layout, state)
         _check_asked_dtypes(state, request)
-        encoded = _with_schedule(encoded, (card, registry.container_card(container.name)), opened, state)
+        encoded = _with_schedule_step(encoded, (card, registry.container_card(container.name)), opened, state)
         encoded = _fitted(encoded, container, state)
         reads = NO_HINTS
         if layout.name == opened.layout and not maps:  # its files number parameters again
@@ -329,7 +328,7 @@ def _check_asked_dtypes(state: TrainState, request: Request) -> None:
 def _fitted(encoded: Encoded, container: Container, state: TrainState) -> Encoded:
     """Returns what is encoded with the rates of its schedules, as the container takes it."""
     if schedules := run_of(state.extra).schedules:
-        encoded = replace(encoded, paced=_paced(schedules, state))
+        encoded = replace(encoded, paced=_paces(schedules, state))
     return container.fitted(encoded) if isinstance(container, Fitting) else encoded
 
 
@@ -346,26 +345,26 @@ def _layout_for(
     """Returns the target's layout, why others before it don't go on, and the state with the rates that it stores."""
     name = _layout_of(request, implied)
     cards = layouts_for(container, state.optimizer.kinds, name, opened.layout)
-    paced = _with_rates(state)
-    home = registry.layout_card(opened.layout)
+    with_rates = _with_rates(state)
+    source = registry.layout_card(opened.layout)
 
-    def missing(card: LayoutCard, change: RuleChange | None) -> list[Fact]:
-        if not card.stores_values or not request.asks or is_carried(state, home.name, card, home):
+    def facts_to_ask(card: LayoutCard, change: RuleChange | None) -> list[Fact]:
+        if not card.stores_values or not request.asks or is_carried(state, source.name, card, source):
             return []
-        return unsaid(paced, paced if change is None else change.state, request.ref)
+        return unsaid(with_rates, with_rates if change is None else change.state, request.ref)
 
     builds = isinstance(container, BuildsOptimizer) and container.builds_optimizer
-    card, passed_over = _going_on(
-        cards, paced, opened.layout, request, (lambda *way: []) if builds else missing
+    card, passed_over = _first_exact_enough(
+        cards, with_rates, source.name, request, (lambda *way: []) if builds else facts_to_ask
     )
-    if not is_carried(state, home.name, card, home):
+    is_at_home = is_carried(state, source.name, card, source)
+    if not is_at_home:
         check_optimizer(state, request)
-    change = rule_change_to(card, paced, opened.layout)
+    change = rule_change_to(card, with_rates, source.name)
     if change is None or change.exactness <= request.require:  # else the rule itself is refused
-        check_said(missing(card, change), request.ref.place, card.name)
+        check_said(facts_to_ask(card, change), request.ref.place, card.name)
     # A state that stays in its own system keeps what its file has: a schedule there has no number beside it.
-    is_at_home = is_carried(state, home.name, card, home)
-    return card, passed_over, paced if card.stores_values and not is_at_home else state
+    return card, passed_over, with_rates if card.stores_values and not is_at_home else state
 
 
 def _with_rates(state: TrainState) -> TrainState:
@@ -381,7 +380,7 @@ def _with_rates(state: TrainState) -> TrainState:
             hyperparameters={**group.hyperparameters, RATE_NAMES[0]: rate},
             known_from={**group.known_from, RATE_NAMES[0]: "inferred"},
         )
-        for group, rate in zip(state.optimizer.groups, _paced(schedules, state).rates, strict=True)
+        for group, rate in zip(state.optimizer.groups, _paces(schedules, state).rates, strict=True)
     ]
     return replace(state, optimizer=replace(state.optimizer, groups=tuple(groups)))
 
@@ -432,7 +431,7 @@ def _stats_of(checkpoint: Checkpoint) -> dict[Place, Facts]:
     return {path: facts for path in paths if (facts := stat_of(path)) is not None}
 
 
-def _knowing(maps: tuple[StateMap, ...], opened: OpenState) -> tuple[StateMap, ...]:
+def _with_model_settings(maps: tuple[StateMap, ...], opened: OpenState) -> tuple[StateMap, ...]:
     """Returns maps that know what stands beside a checkpoint of its model."""
     if not maps:
         return maps
@@ -451,13 +450,13 @@ def _options(
         "require": request.require.name.lower(),
         **({"like": request.like.name} if request.like is not None else {}),
         **({"passed_over": passed_over} if passed_over else {}),
-        **({"maps": [model_map.to_json() for model_map in maps]} if maps else _made_by_map(state)),
+        **({"maps": [model_map.to_json() for model_map in maps]} if maps else _model_class(state)),
         **({"accept_damaged": True} if request.ref.accept_damaged else {}),
         **({"changes": request.changes.to_json()} if request.changes is not None else {}),
     }
 
 
-def _made_by_map(state: TrainState) -> dict[str, Any]:
+def _model_class(state: TrainState) -> dict[str, Any]:
     """Returns the class of a model that an earlier map made, as its files name it; nothing without one."""
     names = at(state.extra, (BESIDE, PRETRAINED, "config.json", "architectures"))
     is_named = isinstance(names, list) and bool(names) and isinstance(names[0], str)
@@ -476,7 +475,7 @@ def _opened(request: Request) -> OpenState:
     return open_state(request.ref, builds=True)
 
 
-def _changed(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Change, ...]]:
+def _with_changes(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Change, ...]]:
     """Returns a source's state with what was asked to be changed, and what that was."""
     if request.changes is not None and request.changes.params_only and request.step_offset != "keep":
         raise UsageError(
@@ -494,7 +493,7 @@ def _changed(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Cha
 
 
 def _with_next_update(plan: Plan) -> Plan:
-    """Returns a plan that says what the next update will use, where somebody asked for what that depends on."""
+    """Returns a plan with what the next update will use, if an option of the user changes that."""
     request = plan.request
     if (request.changes is None and request.step_offset == "keep") or plan.state["schema"] == WEIGHTS:
         return plan
@@ -504,7 +503,7 @@ def _with_next_update(plan: Plan) -> Plan:
     return replace(plan, next_update=tuple(measured(plan.state, plan.run.schedules, request.changes, change)))
 
 
-def _with_missing(
+def _with_init_missing(
     state: TrainState, changes: tuple[Change, ...], opened: OpenState, request: Request
 ) -> tuple[TrainState, tuple[Change, ...], tuple[OpenState, ...]]:
     """Returns a state with all that a file of the target's model has, what was changed, and that file, open."""
@@ -521,9 +520,9 @@ def _with_missing(
     return state, (*changes, change), (model,)
 
 
-def _trust(said: CheckpointRef) -> CheckpointRef:
-    """Returns how far a file beside a source is trusted, of all that is said of the source."""
-    return replace(NO_HINTS, accept_damaged=said.accept_damaged, follow_links=said.follow_links)
+def _trust(source: CheckpointRef) -> CheckpointRef:
+    """Returns a ref that trusts a file beside a source as far as the user trusts the source."""
+    return replace(NO_HINTS, accept_damaged=source.accept_damaged, follow_links=source.follow_links)
 
 
 def _without_model(
@@ -537,7 +536,7 @@ def _without_model(
     return encoded, (*changes, left), Hints(model=model)
 
 
-def _apart_error(target: str, place: str | None, counts: Counts) -> InexactError:
+def _schedule_step_error(target: str, place: str | None, counts: Counts) -> InexactError:
     """Returns why a target can't set schedule and updates apart: it counts both in one number, or has no place."""
     if place is not None:
         return InexactError(
@@ -555,7 +554,7 @@ def _apart_error(target: str, place: str | None, counts: Counts) -> InexactError
     )
 
 
-def _with_schedule(
+def _with_schedule_step(
     encoded: Encoded, cards: tuple[LayoutCard, ContainerCard], opened: OpenState, state: TrainState
 ) -> Encoded:
     """Returns an encoded state that says where its schedule stands, or why its files don't."""
@@ -568,7 +567,7 @@ def _with_schedule(
         return encoded
     moved = state.counts.schedule != opened.state.counts.schedule
     if not as_in_source and (place is not None or moved):
-        raise _apart_error(target, place, state.counts)
+        raise _schedule_step_error(target, place, state.counts)
     if place is not None and place == registry.layout_card(opened.layout).schedule_in:
         return encoded  # it was kept there before
     if _record_goes_along(state, encoded):
@@ -588,8 +587,8 @@ def _is_lost(name: str, dropped: Mapping[str, str]) -> bool:
     return any(f"{path}/".startswith(f"{name}/") or f"{name}/".startswith(f"{path}/") for path in dropped)
 
 
-def _like(
-    layout: Layout, state: TrainState, path: Place, opened: OpenState, said: CheckpointRef
+def _laid_out_like(
+    layout: Layout, state: TrainState, path: Place, opened: OpenState, source: CheckpointRef
 ) -> TrainState:
     """Lays a state out as a file of the target's model, opened in the source's job and as far trusted as it."""
     if not isinstance(layout, LikeModel):
@@ -600,11 +599,11 @@ def _like(
             remedy="leave it out, or name a layout of Keras with --layout",
         )
     container, _ = registry.detect_container(path)
-    with registry.opened(container, path, None, _trust(said), opened.budget) as model:
+    with registry.opened(container, path, None, _trust(source), opened.budget) as model:
         return layout.like(state, model)
 
 
-def _paced(schedules: Sequence[Schedule], state: TrainState) -> Paced:
+def _paces(schedules: Sequence[Schedule], state: TrainState) -> Paced:
     from statekit.lines.rates import RatesOf
 
     rates_of = RatesOf(schedules, state.to_json())
@@ -641,30 +640,30 @@ def _is_stored_as_moved(state: TrainState) -> bool:
     return not masters and all(param.dtype.name == "float32" for param in state.params.values())
 
 
-def _going_on(
+def _first_exact_enough(
     cards: Sequence[LayoutCard],
     state: TrainState,
     source: str,
     request: Request,
-    missing: Callable[[LayoutCard, RuleChange | None], Sequence[Fact]],
+    facts_to_ask: Callable[[LayoutCard, RuleChange | None], Sequence[Fact]],
 ) -> tuple[LayoutCard, dict[str, str]]:
     """Returns the first layout whose rule goes on as exactly as was required, and why others before it don't.
 
     It is the first of all where none does: what then is refused is that one.
     """
-    passed: dict[str, str] = {}
+    passed_over: dict[str, str] = {}
     for card in cards:
         change = rule_change_to(card, state, source)
         if change is not None and change.exactness > request.require:
             worst = next(
                 difference for difference in change.differences if difference.exactness > request.require
             )
-            passed[card.name] = f"{worst.exactness.name.lower()}: {worst}"
-        elif facts := missing(card, change):
+            passed_over[card.name] = f"{worst.exactness.name.lower()}: {worst}"
+        elif facts := facts_to_ask(card, change):
             names = some([fact.name for fact in facts])
-            passed[card.name] = f"it stores {names}, which is not given"
+            passed_over[card.name] = f"it stores {names}, which is not given"
         else:
-            return card, passed
+            return card, passed_over
     return cards[0], {}
 
 
@@ -684,12 +683,14 @@ def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleCh
             # Its own rule may have no place for what was asked: a decay that begins later.
             ways.append(change_rule(part, variant, variant) if variant and _without_offset(part) else None)
         else:
-            ways.append(best_rule_change(part, makers, _targets(schema, layout.variants[schema], state)))
+            ways.append(
+                best_rule_change(part, makers, _variants_to_follow(schema, layout.variants[schema], state))
+            )
     return joined_rule_change(state, ways) if any(ways) else None
 
 
-def _targets(schema: str, variants: Sequence[str], state: TrainState) -> list[str]:
-    """Returns the variants that a target may follow, first the one that the run had there before it came from there.
+def _variants_to_follow(schema: str, variants: Sequence[str], state: TrainState) -> list[str]:
+    """Returns the variants that a target may follow; a variant that the run had there before goes first.
 
     One of a class with two rules is followed by runs of that class alone, where others have a class to themselves.
     """
@@ -708,7 +709,7 @@ def _without_offset(state: TrainState) -> bool:
     return any(group.hyperparameters.get("step_offset") for group in state.optimizer.groups)
 
 
-def _nearest(opened: OpenState, request: Request) -> list[str]:
+def _layouts_exact_enough(opened: OpenState, request: Request) -> list[str]:
     """Returns the layouts that hold the optimizer and go on as exactly as was required."""
     state = opened.state
     cards = map(registry.layout_card, registry.layout_names())

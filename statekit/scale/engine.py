@@ -80,7 +80,7 @@ class _Course:
     done: set[int] = field(default_factory=set)
 
     def next(self) -> int | None:
-        """Returns the task that is begun next: one that waits, else a slow one once more; None if there is none."""
+        """Returns the next task: a waiting one, else a slow one for a second attempt; None if there is neither."""
         if self.queue:
             return self.queue.popleft()
         usual = statistics.median(self.seconds) if self.seconds else float("inf")

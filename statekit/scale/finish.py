@@ -15,16 +15,16 @@ from typing import Any
 from statekit.budget import collecting_rarely
 from statekit.conversion.convert import (
     Report,
-    changed,
     check_place,
     check_streamed,
     content_digest,
     goes_on_with_masters,
     kept_fields,
+    manifest_entries,
     manifest_fields,
     proven_beside,
     source_digests,
-    stated,
+    value_faults,
 )
 from statekit.conversion.rounded import Measured
 from statekit.errors import (
@@ -165,7 +165,7 @@ def _joined(
                 prepared.cuttable().join(prepared.encoded, stage, cut, records)
         check_streamed(plan, stage)
         check_no_damage(
-            changed(checkpoint, source_digests({}, opened.passed, stage.tensors)), checkpoint.path
+            value_faults(checkpoint, source_digests({}, opened.passed, stage.tensors)), checkpoint.path
         )
         if again:
             stage.forget()
@@ -231,7 +231,7 @@ def _report(
         seconds=time.monotonic() - began,
         verified=len(opened.plan.entries),
         source_digest=source,
-        source_proven=len(stated(checkpoint).keys() & digests.keys()),
+        source_proven=len(manifest_entries(checkpoint).keys() & digests.keys()),
         measured=_measured(parts),
     )
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict
 
 from statekit.budget import collecting_rarely
-from statekit.conversion.convert import damage_at_opening, passed_through, rest_of
+from statekit.conversion.convert import copied_names, damage_at_opening, other_tensors
 from statekit.conversion.plan import Plan
 from statekit.conversion.prepared import Prepared, carried_out, prepare
 from statekit.errors import CorruptError, Faults, NotFoundError, StatekitError, some
@@ -237,8 +237,8 @@ def opened_of(plan: Plan, prepared: Prepared, task_bytes: int) -> Opened:
     check_no_damage(damage_at_opening(checkpoint), checkpoint.path)
     with prepared.joining():
         sections = container.image(prepared.encoded, plan.request.target, CutPoints(task_bytes))
-    passed = passed_through(checkpoint, prepared.encoded.tree)
-    rest, files = rest_of(checkpoint, passed), _proven_files(prepared)
+    passed = copied_names(checkpoint, prepared.encoded.tree)
+    rest, files = other_tensors(checkpoint, passed), _proven_files(prepared)
     tasks = tasks_of(sections, rest, files, task_bytes)
     return Opened(plan, prepared, {section.name: section for section in sections}, rest, passed, tasks)
 

@@ -144,7 +144,7 @@ def read_part(place: Path) -> PartRecord:
 def publish(
     part: PartRecord, place: Path, draft: Path, counting: Callable[[], PartRecord | None], repeats: bool
 ) -> PartRecord:
-    """Creates a part record if there is none, in one step; returns that which counts.
+    """Creates a part record in one step, unless there is one; returns the record that counts.
 
     Args:
         part: The record.

@@ -93,7 +93,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Running:
-    """An attempt that hasn't ended: its task, where it runs, how far it is, and for how long it has run."""
+    """A running attempt: its task, host, progress and duration."""
 
     task: int
     host: str

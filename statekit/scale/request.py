@@ -46,7 +46,7 @@ def to_json(request: Request) -> dict[str, Any]:
     Raises:
         UsageError: It has maps, and nobody noted how they were asked for.
     """
-    if request.maps and not request.said:
+    if request.maps and not request.map_options:
         raise UsageError(
             "Workers can't make the maps of this plan.",
             place="maps",
@@ -65,9 +65,9 @@ def to_json(request: Request) -> dict[str, Any]:
     if request.like is not None:
         document["like"] = _whole(request.like)
     if request.maps:
-        document["maps"] = _maps_said(request.said)
+        document["maps"] = _map_options(request.map_options)
     if request.changes is not None:
-        document["changes"] = _changes_said(request.changes)
+        document["changes"] = _changes(request.changes)
     return document
 
 
@@ -89,7 +89,7 @@ def from_json(document: RequestDocument) -> Request:
         None if like is None else checkpoint_place(like),
         () if maps is None else maps_of(maps["map"], maps["config"], maps["rename"], budget=ref.job_budget()),
         Changes.of(document["changes"]) if "changes" in document else None,
-        said=maps or {},
+        map_options=maps or {},
     )
 
 
@@ -98,14 +98,14 @@ def _whole(place: Place) -> str:
     return os.path.abspath(place) if isinstance(place, Path) else f"{place}"
 
 
-def _maps_said(request: Mapping[str, Any]) -> dict[str, Any]:
+def _map_options(request: Mapping[str, Any]) -> dict[str, Any]:
     name, config, rename = request.get("map"), request.get("config"), request.get("rename")
     if name is not None and name.endswith(".json"):
         name = os.path.abspath(name)
     return {"map": name, "config": dict(config or {}), "rename": dict(rename or {})}
 
 
-def _changes_said(changes: Changes) -> dict[str, Any]:
+def _changes(changes: Changes) -> dict[str, Any]:
     document = changes.to_json()
     if changes.init_missing is not None:
         document["init_missing"] = _whole(changes.init_missing)

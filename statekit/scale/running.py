@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from statekit.conversion.convert import changed, digests_of, measured_of
+from statekit.conversion.convert import digests_of, measured_of, value_faults
 from statekit.conversion.prepared import Prepared
 from statekit.errors import CorruptError, some
 from statekit.files.checkpoint import Checkpoint
@@ -77,7 +77,7 @@ def _write(opened: Opened, task: Task, folder: Path, attempt: Attempt) -> dict[s
     passed = {
         opened.passed[name]: entry["blake3"] for name, entry in stage.tensors.items() if name in opened.passed
     }
-    check_no_damage(changed(checkpoint, passed), checkpoint.path)
+    check_no_damage(value_faults(checkpoint, passed), checkpoint.path)
     files = stage.prove(lambda path: _reopened(prepared, path, sections, records))
     for below, _, _ in walked(folder, bottom_up=True):
         sync_folder(Path(below))
@@ -114,7 +114,7 @@ def _check(opened: Opened, task: Task, folder: Path, attempt: Attempt) -> dict[s
     checkpoint = opened.prepared.opened.checkpoint
     rest = {name: opened.rest[name] for name in task.names if not name.startswith(FILE)}
     digests = digests_of(rest, attempt.tell)
-    faults = changed(checkpoint, digests)
+    faults = value_faults(checkpoint, digests)
     faults += _file_faults(
         opened, {name.removeprefix(FILE) for name in task.names if name.startswith(FILE)}, attempt
     )

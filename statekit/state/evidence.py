@@ -29,9 +29,9 @@ PIECES = "pieces"
 """Names of facts: which optimizer it is, what it does besides its schema's steps, how a map scaled a group, whose class
 has its form, in which order an optimizer numbers its parameters, and that it moved pieces of them."""
 COUNT = "count"
-BATCH = "global_batch_size"
-"""How many samples an update has, which systems ask for that count samples."""
 """Name of the fact how many updates are done."""
+BATCH = "global_batch_size"
+"""Name of the fact how many samples an update has. Systems that count samples ask for it."""
 _DECAY = ("weight_decay_rate", "wd", "exclude_from_weight_decay")
 """What programs set most often: named first."""
 _FILE_SAYS = "the file says "
@@ -118,7 +118,7 @@ def taken_for(name: str, others: Sequence[str], because: str) -> Fact:
 
 
 def of_class(name: str, options: Sequence[str]) -> Fact:
-    """Returns whose class has a state's form, where that isn't the one that a schema's variant is named after."""
+    """Returns the fact that another class than the one a variant is named after has a state's form."""
     return Fact(DIALECT, name, "inferred", f"its groups have {', '.join(options)}")
 
 
