@@ -149,7 +149,7 @@ def ref_options(
 
 
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds CHECKPOINT, and the options that say what it is and what it doesn't say; the command gets `ref`."""
+    """Adds CHECKPOINT and the options of a `CheckpointRef`; the command gets both as `ref`."""
     argument = click.argument("checkpoint", type=click.Path(), callback=source_place)
     return argument(ref_options("checkpoint")(command))
 

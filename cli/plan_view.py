@@ -69,7 +69,7 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
 
 
 def show_brief(stdout: Screen, plan: Plan, report: Report) -> None:
-    """Prints the verdict of a conversion that was done, what is lost by it, and in a line what it rests on."""
+    """Prints the verdict of a finished conversion, its losses, and a line with its assumptions."""
     stdout.say(plan.headline, bold=True)
     for word, side, path in (
         ("from", plan.source, plan.request.ref.place),

@@ -159,7 +159,7 @@ def _check_apart(subjects: Sequence[Subject], names: Sequence[str]) -> None:
 
 @contextmanager
 def kept_apart(name: str, failed: dict[str, str] | None) -> Iterator[None]:
-    """Notes why a recording can't be replayed, so that the others are; raises it where there are no others (None)."""
+    """Notes in `failed` why a recording can't be replayed; raises the error if `failed` is None."""
     try:
         yield
     except (StatekitError, OSError) as error:

@@ -76,7 +76,7 @@ class StatekitError(Exception):
         return next(base.__name__ for base in type(self).__mro__ if base.__module__ == __name__)
 
     def also(self, remedy: str) -> None:
-        """Puts another remedy before its own, where who calls what raised it knows one."""
+        """Puts a caller's remedy before the error's own."""
         parts = {name: getattr(self, name) for name in ("place", "expected", "found")}
         both = f"{remedy}; or: {self.remedy}" if self.remedy else remedy
         StatekitError.__init__(self, self.subject, **parts, remedy=both)
@@ -325,7 +325,7 @@ E = TypeVar("E", bound=StatekitError)
 
 
 class Faults:
-    """What is wrong with one input, collected while it is read, so that all of it is said at once.
+    """The faults of one input, collected while it is read, so that one error lists them all.
 
     Example:
         >>> faults = Faults()

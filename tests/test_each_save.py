@@ -87,6 +87,7 @@ def test_trainer_seals_each_save_with_the_names_of_its_parameters(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .srun. command")  # of Lightning, where SLURM is installed
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, by Lightning
 def test_lightning_seals_each_save(tmp_path: Path) -> None:
     lightning: Any = pytest.importorskip("lightning.pytorch")

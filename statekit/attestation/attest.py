@@ -183,7 +183,7 @@ def _facts_of(
 
 
 def facts_as_live(right: TrainState, live: TrainState) -> Iterator[Fact]:
-    """Yields what the checkpoint's updates depend on and it doesn't say: by the live run's value, where it has one."""
+    """Yields the facts that the checkpoint leaves open, with the live run's value if it has one."""
     values: dict[str, set[Any]] = {}
     for group in live.optimizer.groups:
         for name, value in group.hyperparameters.items():
@@ -312,7 +312,7 @@ def _without_generators(sentences: Iterable[str], are_compared: bool) -> list[st
 
 @contextmanager
 def _opened(path: Place, run: LiveRun) -> Iterator[tuple[OpenState, tuple[str, ...]]]:
-    """Opens a checkpoint; where it doesn't tell what it means, as the live run has it, which is said."""
+    """Opens a checkpoint by its own names, or else by those of the live run; yields a note of the second case."""
     tries = [(run.hints, ""), *run.instead]
     for i, (hints, sentence) in enumerate(tries):
         try:
@@ -391,7 +391,7 @@ def _is_one_sided(difference: Difference, needed: Container[str], shows_schedule
 
 
 def _is_assumed(difference: Difference, right: TrainState, live: TrainState) -> bool:
-    """Tells whether it is a hyperparameter that one side doesn't say, so that the usual one stands for it.
+    """Tells whether a default stands for a hyperparameter that one side doesn't have.
 
     Or a slot that the file keeps in half precision, as PyTorch's `load_state_dict` brings it to its parameter's.
     """

@@ -27,7 +27,7 @@ OnRead = Callable[[int], object]
 def parameter(
     source: CheckpointRef | str | PathLike[str], name: str, *, on_read: OnRead = lambda size: None
 ) -> dict[str, Any]:
-    """Returns what there is to see of one parameter and its slots, as `statekit.statistics.parameter` has it.
+    """Returns the statistics of one parameter and its slots (`statekit.statistics.parameter`).
 
     Args:
         source: A checkpoint of any system, or a run's folder; a ref of one says what its files don't.

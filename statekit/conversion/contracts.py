@@ -261,7 +261,7 @@ class HasEntries(Protocol):
 
 @runtime_checkable
 class AlsoCalled(Protocol):
-    """A container that `--from` and `--to` know by further names, such as that of the form that it writes."""
+    """A container with further names for `--from` and `--to`, such as the name of the form that it writes."""
 
     other_names: tuple[str, ...]
 

@@ -395,7 +395,7 @@ def require_whole(state: TrainState, place: Place) -> None:
 
 @contextmanager
 def state_to_load(ref: CheckpointRef, *, params_only: bool = False) -> Iterator[OpenState]:
-    """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
+    """Opens a checkpoint to load it into a run: every byte that is used is proven, if a manifest has its digest.
 
     What was read in part is proven when the context is left without an error. It warns of files that may be of another
     step, of what looks like a part of the run and isn't read, and of damage that is accepted.

@@ -82,7 +82,7 @@ class ContainerCard:
 
 @dataclass(frozen=True)
 class LayoutCard:
-    """A layout, as `Layout` describes it; `schedule_in` as `StandsIn` has it, None where files don't say it.
+    """What is known of a layout without loading it; `Layout` and `StandsIn` explain the fields.
 
     `stores_values` tells whether its files, or the constructors that read them, fill in every hyperparameter.
     `only_if_asked` tells whether no target gets it but by name, or from a source in it.

@@ -119,7 +119,7 @@ def resume_lines(saved: SavedRun, state: State, framework: str | None = None) ->
 
 
 def program_lines(ref: CheckpointRef) -> list[str]:
-    """Returns the lines of the program that saved a checkpoint, where no state is made of it; none if it needs one.
+    """Returns the lines that resume a checkpoint in the program that saved it, for checkpoints that no layout decodes.
 
     Args:
         ref: The checkpoint.

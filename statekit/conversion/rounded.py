@@ -1,4 +1,4 @@
-"""How far what was rounded because somebody asked for it is from what it was made of."""
+"""The errors of tensors that a conversion rounds because the user asked for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from statekit.tensors.views import Narrowed, Scaled
 
 @dataclass(frozen=True)
 class Measured:
-    """How far what was rounded because somebody asked for it is from what it was made of.
+    """The errors of tensors that a conversion rounds because the user asked for it.
 
     Attributes:
         asked: The operation: `narrowed`, `scaled` or `quantized`.

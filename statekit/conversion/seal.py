@@ -1,4 +1,4 @@
-"""seal: writes a manifest beside a checkpoint as it is, so that whatever befalls it later is noticed.
+"""seal: writes a manifest beside a checkpoint as it is, so that `check` notices every later change.
 
 The checkpoint's own files aren't touched. Nothing is sealed whose format's own checksums contradict it, and no manifest
 is renewed that proves damage: only files that were written to since are taken as they are now, and those that the user
@@ -142,7 +142,7 @@ def _is_one(name: str, names: Collection[str]) -> bool:
 
 
 def _names(path: Place, base: Place) -> tuple[str, str, str]:
-    """Returns how a file may be named: as it is said of it, from anywhere, or as the manifest has it."""
+    """Returns the names of a file that a user may give: as it is, absolute, and as the manifest has it."""
     return f"{path}", spelled(path), relative(path, base)
 
 
@@ -295,7 +295,7 @@ def _file_entries(
 def _manifest(
     checkpoint: Checkpoint, place: Place, tensors: Entries, files: Entries, changed: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the new manifest; what an earlier one says besides its digests stays, as far as it holds."""
+    """Returns the new manifest, with the fields of an earlier one that still hold."""
     proof = checkpoint.proof
     if proof is None:
         step = checkpoint.step if checkpoint.is_numbered else None

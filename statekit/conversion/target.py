@@ -170,7 +170,7 @@ def _is_home(card: LayoutCard, container: str, schemas: Collection[str], source:
 
 
 def check_apart(source: Place, target: Place) -> None:
-    """Refuses a target that is the source, inside it or around it, by whatever links it is reached.
+    """Refuses a target that is the source, lies in it or contains it; links are followed.
 
     Raises:
         UsageError: The two aren't apart.

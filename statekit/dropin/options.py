@@ -385,7 +385,7 @@ def described(schema: str, usual: str) -> list[str]:
 
 
 def _explained(rules: OptimizerSchema, name: str, usual: str, variants: Sequence[str]) -> str:
-    """Returns what an option means, its default, which variants have it, and what they call it."""
+    """Returns the help of an option: its meaning, default and variants, and their own names for it."""
     spec, defaults = rules.hyperparameters[name], rules.variant(usual)["defaults"]
     having = [variant for variant in variants if name in taken(rules.name, variant)]
     spellings: dict[str, list[str]] = {}

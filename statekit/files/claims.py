@@ -265,7 +265,7 @@ def ranks(entries: Sequence[str]) -> Callable[[str], int]:
 
 
 def is_complete(objects: Objects, target: str) -> bool:
-    """Tells whether a target is there: one object, which is put whole, or a manifest and all files that it names."""
+    """Tells whether a target is complete: it is one object, or all files of its manifest are there."""
     objects_below = objects.below(target)
     if [*objects_below] == [target] and objects_below[target].size:
         return True

@@ -423,7 +423,7 @@ def _proving_inside(checkpoint: Checkpoint, proof: Proof, budget: Budget) -> Ite
 def proving_files(
     checkpoint: Checkpoint, budget: Budget, tell: Callable[[str, int, int], object] = _nobody
 ) -> Iterator[ProveFiles]:
-    """Proves files as `prove_files`, by what is read of them in a context for something else, as far as it is.
+    """Proves files as `prove_files` does, but reuses the bytes that are read in its context for other purposes.
 
     Args:
         checkpoint: An opened checkpoint.

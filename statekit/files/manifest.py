@@ -133,7 +133,7 @@ def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns what a manifest says of files: of those that it names, and of the one that it stands in."""
+    """Returns a manifest's entries of files: of those that it names, and of the file that holds it."""
     return [*fields.get("files", {}).values(), *([fields[REST]] if REST in fields else [])]
 
 

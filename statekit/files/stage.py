@@ -338,7 +338,7 @@ class Stage:
     def _verify(
         self, reopen: Callable[[Place], Checkpoint], place: Place, paths: Mapping[str, Place]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Compares what was written with what was meant; files are digested as far as they are read for that.
+        """Compares the written tensors with the intended ones, and digests the files' bytes that this reads.
 
         Returns:
             What the manifest says of the opened checkpoint, and the entries of its files.

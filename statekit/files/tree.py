@@ -397,7 +397,7 @@ def copying_to(address: str, copy: str, is_file: bool) -> str:
 
 
 def copying(address: str) -> str:
-    """Returns the command that copies what is at an address to this machine, as far as one is known."""
+    """Returns the command that copies an address to this machine, or says where to if none is known."""
     return _COPIES.get(address.partition("://")[0].lower(), "to a local folder").format(address)
 
 

@@ -326,7 +326,7 @@ def given_options(state: State, group: Mapping[str, Any], *without: str) -> dict
 
 
 def _plain(value: Any) -> Any:
-    """Returns a hyperparameter as Python has it: a tuple, where a state as plain data marks it."""
+    """Returns a hyperparameter as Python's value: plain data marks tuples."""
     return tuple(value["$tuple"]) if isinstance(value, Mapping) and value.keys() == {"$tuple"} else value
 
 
@@ -450,7 +450,7 @@ def after_loading(state: State, saved: SavedRun) -> list[str]:
 
 
 def pretrained_of(saved: SavedRun) -> Pretrained | None:
-    """Returns what the library of a model that a map made builds it from; None where no map made it."""
+    """Returns how a library builds the model that a map made; None if no map made it."""
     if not saved.map_name and not saved.model_class:
         return None
     from statekit.maps import model_map

@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on: as lines of the systems that have it made anew, or as a comment.
+"""The learning rate of a run that goes on: as code that makes its schedule anew, or as a comment.
 
 Input: the run's schedules and its state; output: lines that make the schedule where the run stands, wherever it is a
 function of the updates done. Where it isn't, or it is unknown, a comment says so: a rate is never taken for constant

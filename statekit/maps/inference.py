@@ -168,7 +168,7 @@ def _of_other_layers(pool: _Pool, pair: str) -> Iterator[str]:
 
 
 def _settled_by_shape(pool: _Pool) -> bool:
-    """Settles new parameters that one old one fits, which fits no other; tells whether there were any."""
+    """Settles pairs of a new and an old parameter that fit each other alone; tells whether there were any."""
     fits = {target: pool.fitting(target) for target in pool.new}
     settled = [
         (target, path, steps)
@@ -250,7 +250,7 @@ def _singleton(longer: Shape, shorter: Shape) -> int | None:
 
 
 def _of_singleton(shape: Shape, axis: int) -> dict[str, int]:
-    """Returns the two axes that become one without an axis of length 1: it and the next, or the one before it."""
+    """Returns the merge that removes an axis of length 1: with the axis behind it, or else before it."""
     first = min(axis, len(shape) - 2)
     return {"axis": first, "outer": shape[first]}
 

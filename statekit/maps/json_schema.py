@@ -27,7 +27,7 @@ _SAID = {"$schema", "$id", "$defs", "title", "description"}
 
 
 def faults(value: Any, schema: Schema, root: Schema | None = None, place: str = "") -> Faulty:
-    """Yields what in a value isn't as a schema has it, and where.
+    """Yields the faults of a value by a schema, each with its place.
 
     Args:
         value: The value, as JSON gives it.

@@ -256,7 +256,7 @@ class ModelMap:
         return {"name": self.name, "config": dict(self.config), **companions}
 
     def with_beside(self, values: Mapping[str, Any], file: str) -> ModelMap:
-        """Returns a map that knows what stands beside a checkpoint, as far as it needs it and nobody said it.
+        """Returns the map with those values from beside a checkpoint that it needs and the user did not give.
 
         Raises:
             UsageError: One isn't a value that the map takes.
@@ -701,7 +701,7 @@ def _users(path: Path, files: Files | None) -> Mapping[str, Any]:
 
 
 def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields what a schema can't say: fields that only one side has, choices that there aren't, lost axes."""
+    """Yields faults that the JSON schema can't find: fields of one side alone, unknown choices, lost axes."""
     for i, line in enumerate(data.get("parameters", ())):
         yield from ((fault, f"parameters/{i}") for fault in _unfitting_line(line, data))
     for i, kind in enumerate(data.get("modules", ())):

@@ -253,7 +253,7 @@ class Merge(OfEach):
 
 @dataclass(frozen=True)
 class Part(OfEach):
-    """One axis as two, both of which the rule treats as it did the one; undoes `Merge`.
+    """Splits one axis into two, which keep its label in the rule. It undoes `Merge`.
 
     Attributes:
         axis: The axis.
@@ -329,7 +329,7 @@ class Unstack(OfEach):
 
 @dataclass(frozen=True)
 class Stack(Operation):
-    """Tensors of one shape along a new axis, a BATCH one of the rule, as exactly as `Unstack`, which it undoes.
+    """Stacks tensors of one shape along a new axis, which is BATCH in the rule. It undoes `Unstack`, as exactly.
 
     Attributes:
         axis: The new axis.

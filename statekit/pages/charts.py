@@ -111,7 +111,7 @@ def _raised(exponent: int) -> str:
 
 
 def _short_number(value: float, step: float = 0.0) -> str:
-    """Returns a number of few digits, as ticks have it: 20k, 3M; of as many as tell it from another a step away."""
+    """Returns the label of a tick, such as 20k or 3M, with enough digits to differ from the next tick's."""
     digits = 4 if not step or not value else max(4, math.floor(math.log10(abs(value) / step)) + 2)
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if unit <= abs(value) < 1e12:
@@ -379,7 +379,7 @@ def _legend(name: str, number_of_curve: int) -> list[str]:
 
 
 def _table(cells: Sequence[Sequence[float | None]]) -> Array:
-    """Returns cells as a matrix with NaN where there is no value; one such cell if there are none."""
+    """Returns cells as a matrix, with NaN for None; a single NaN if there are no cells."""
     rows = [[math.nan if value is None else value for value in row] for row in cells]
     table = np.array(rows, np.float64)
     return table if table.size else np.full((1, 1), math.nan)

@@ -36,7 +36,7 @@ def wrapped(path: str) -> Markup:
 
 
 def number_or_text(value: float | str | Mapping[str, str] | None) -> str:
-    """Returns a number for people; what JSON has as text, because it isn't finite, as it is."""
+    """Returns a number for people; JSON has NaN and infinities as text, which is returned as it is."""
     if isinstance(value, Mapping):
         return value["$float"]
     return value if isinstance(value, str) else number(value)

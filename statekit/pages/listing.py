@@ -64,7 +64,7 @@ def numbers(parameters: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _plain(value: float | Mapping[str, str] | None) -> charts.Cell:
-    """Returns a number of a statistic; what JSON has as text, because it isn't finite, as that."""
+    """Returns a number of a statistic; JSON has NaN and infinities as text, which is returned as it is."""
     return value["$float"] if isinstance(value, Mapping) else value
 
 

@@ -87,7 +87,7 @@ def _rows(node: Module[T], depth: int) -> Iterator[Row[T]]:
 
 
 def _unchained(label: str, node: Module[T]) -> tuple[str, Module[T]]:
-    """Follows modules that hold nothing but one module, so that the chain takes one row."""
+    """Joins a chain of modules that each hold one module alone, so that it takes one row."""
     while len(node.children) == 1 and not node.leaves:
         name, node = next(iter(node.children.items()))
         label = f"{label}/{name}"

@@ -1,4 +1,4 @@
-"""Reports: what a verb says as one HTML file that needs nothing beside it: no network, no script.
+"""Reports: the result of a verb as one HTML file, without network, scripts or further files.
 
 Input: the verb's name and its result as plain data, as `--json` prints it. The verdict stands first.
 """

@@ -222,7 +222,7 @@ class _States:
             yield from self._pair(place, path, name, wanted, actual)
 
     def _is_turned(self, path: str) -> bool:
-        """Tells whether one calls row what the other calls column: then it is the axes that say what is the same."""
+        """Tells whether one state's rows are the other's columns; slots are then compared by their axes."""
         wanted, actual = (state.rules.get(path) for state in (self._right, self._other))
         return (
             wanted is not None
@@ -234,7 +234,7 @@ class _States:
     def _pair(
         self, place: str, path: str, item: str, right: Tensor | None, other: Tensor | None
     ) -> Iterator[Difference]:
-        """Yields in what a tensor isn't the right one; None where one state hasn't it."""
+        """Yields the differences of a tensor from the right one; None stands for a tensor that a state lacks."""
         if right is None or other is None:
             kind: What = "missing" if other is None else "extra"
             yield Difference(kind, place, _described(right), _described(other), path, item)
@@ -598,7 +598,7 @@ def _goes_on(right: Schedule, other: Schedule) -> bool:
 def _rate_of(
     groups: Sequence[Group], schedules: Sequence[Schedule], number: int, rates: Mapping[int, Rate]
 ) -> tuple[Rate, int | None, frozenset[int]] | None:
-    """Returns what a group's schedule does, where it stands, and its turns; None where that isn't told."""
+    """Returns a group's rate as a function, its schedule's step and turns; None if the rate is unknown."""
     schedule = next((schedule for schedule in schedules if schedule.moves(number)), None)
     if schedule is None:
         options = groups[number].hyperparameters
@@ -691,7 +691,7 @@ def _both(right: Iterable[Any], other: Iterable[Any]) -> list[Any]:
 
 
 def _value(value: Any, path: str) -> Any:
-    """Returns a hyperparameter as it is of one parameter, as plain data."""
+    """Returns one parameter's value of a hyperparameter, as plain data."""
     if isinstance(value, Mapping) and path in value:
         value = value[path]
     return plain(value)

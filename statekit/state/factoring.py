@@ -354,7 +354,7 @@ def from_slots(shape: Shape, row: Shape, column: Shape, by_logical_axes: bool) -
 
 
 def shown_rule(shape: Shape, slots: Mapping[str, Tensor], variant: str | None) -> Rule | None:
-    """Returns the rule of a parameter as its slots show it, or as the variant has it where that goes by shape alone."""
+    """Returns the rule of a parameter: by the variant if shapes alone decide there, else by its slots."""
     constants = variant_constants("adafactor", variant) if variant else {"factored_rank": "two_or_rule"}
     by_rule = constants["factored_rank"] == "two_or_rule"
     if "v_row" not in slots:

@@ -25,7 +25,7 @@ _ASSIGNMENT = re.compile(r", (?=\w+=)")
 
 
 def candidates(state: TrainState) -> Fact | None:
-    """Returns which optimizers a state may be of, where nobody has said which; None where that is settled."""
+    """Returns the fact that several optimizers fit a state; None if it is settled which one ran."""
     facts = (fact for group in state.optimizer.groups for fact in group.facts)
     return next((fact for fact in facts if fact.name == OPTIMIZER and fact.source == "unknown"), None)
 
@@ -326,7 +326,7 @@ def still_assumed(state: TrainState) -> tuple[str, ...]:
 
 
 def with_own_rate(state: TrainState) -> TrainState:
-    """Returns a state that says of a rate which a user gave that the run's isn't constant, where it has a schedule."""
+    """Adds an assumption if the user gave a constant rate and the run has a schedule that no file tells."""
     groups = state.optimizer.groups
     given = [
         group.hyperparameters[n] for group in groups for n in RATE_NAMES if group.known_from.get(n) == "given"

@@ -111,7 +111,7 @@ class Piece:
         return replace(self, numbers=numbers)
 
     def moved(self, updates: int) -> Piece:
-        """Returns the piece as it is where so many updates more were done before it."""
+        """Returns the piece moved later by a number of updates."""
         numbers = self.numbers
         if self.kind == "product":
             numbers = {**numbers, "of": tuple(number.moved(updates) for number in numbers["of"])}
@@ -127,7 +127,7 @@ class Piece:
 
 
 def _power(base: float, exponent: float) -> float:
-    """Returns a power, infinite where no float holds it, as every system's arrays have it."""
+    """Returns a power; infinity if it overflows, as in every system's arrays."""
     try:
         return float(float(base) ** exponent)
     except (OverflowError, ZeroDivisionError):

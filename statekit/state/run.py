@@ -61,7 +61,7 @@ class Schedule:
     last: tuple[Any, ...] = ()
 
     def following(self, rates: Sequence[Told]) -> Schedule:
-        """Returns it with what it does to each group; where its last rate is another, that is said instead."""
+        """Returns the schedule with the rates of each group, or the reason where its last rate contradicts them."""
         last = self.last if len(self.last) == len(rates) else (None,) * len(rates)
         return replace(self, rates=tuple(map(self._agreeing, rates, last)))
 
@@ -94,7 +94,7 @@ class Schedule:
         return not self.groups or number in self.groups
 
     def of_group(self, number: int) -> Told:
-        """Returns what it does to a group that it moves, by its number."""
+        """Returns the rates of a group that it moves, by the group's number; or why they are unknown."""
         if not self.rates:
             return f"nothing tells the base of {self.kind or 'the schedule'}"
         number = self.groups.index(number) if self.groups else number
@@ -442,7 +442,7 @@ def _is_of_rate(path: Path) -> bool:
 
 
 def _with_call(schedules: list[Schedule], around: _Around) -> list[Schedule]:
-    """Returns the schedules of a run where a call tells what makes them: of one it says what that does."""
+    """Returns the schedules of a run with the call that makes them; a single schedule gets the call's rates."""
     if around.call is None:
         return schedules
     name, arguments = around.call.get("function"), around.call.get("arguments")

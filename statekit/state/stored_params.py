@@ -172,7 +172,7 @@ def _proven(masters: dict[str, Tensor], path: str, param: Tensor) -> Tensor:
 
 
 def in_full(param: Tensor) -> Tensor:
-    """Returns a parameter as the float32 master that begins as it."""
+    """Returns the float32 master of a parameter that has none yet."""
     return param if param.dtype == DTYPES["float32"] else Cast(param, DTYPES["float32"])
 
 
@@ -264,7 +264,7 @@ def as_variable(state: TrainState, path: str, dtype: DType, makers: Iterable[str
 
 
 def encoded(state: TrainState) -> TrainState:
-    """Returns a state of a variant that encodes, with the parameters encoded that were so where it comes from."""
+    """Encodes the parameters that the source had encoded, if the state's variant encodes."""
     variant = state.optimizer.variant
     if variant is None or not encodes(state.optimizer.schema, variant):
         return state

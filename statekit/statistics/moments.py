@@ -1,4 +1,4 @@
-"""The second moment of one parameter as its rule uses it, and what that makes of a gradient; in float64.
+"""The second moment of one parameter as its rule uses it, and the update that it makes of a gradient; in float64.
 
 Everything is as the last update left it: corrections are those of the update that made these slots.
 """

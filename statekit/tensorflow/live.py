@@ -143,7 +143,7 @@ def _kept(optimizer: Any, built: Any) -> dict[str, Any]:
 
 
 def _begun(optimizer: Any, variables: Sequence[Any]) -> Any:
-    """Returns an optimizer like one that hasn't been built, which has; with a constant rate, which it keeps second."""
+    """Returns a built copy of an optimizer that isn't built yet, with a constant rate, which is its second variable."""
     begun = type(optimizer).from_config({**optimizer.get_config(), "learning_rate": 0.0})
     begun.build(variables)
     return begun

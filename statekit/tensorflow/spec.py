@@ -113,7 +113,7 @@ def _group_faults(
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One group of parameters as the step takes it, and whose rule moves it."""
+    """One group of parameters as the step takes it, with the schema and variant that move it."""
 
     kind: tuple[str, str]
     group: Group

@@ -1,4 +1,4 @@
-"""The object graph of TensorFlow 2's checkpoints: which variable is what of which object, and under which key it lies.
+"""The object graph of TensorFlow 2's checkpoints: objects, their attributes, and the keys of variables.
 
 A checkpoint of `tf.train.Checkpoint` has keys that end in `/.ATTRIBUTES/VARIABLE_VALUE`, and one graph: nodes with
 named children, values and, of TensorFlow 1's optimizers, slots. Objects have no names of their own; a variable's is

@@ -178,7 +178,7 @@ class Quantized:
         return pairs[first % 2 :][: end - first]
 
     def as_tree(self) -> QuantizedParts:
-        """Returns it as a tree has it."""
+        """Returns the tensor's parts as a tree."""
         parts: QuantizedParts = {
             "codes": self.codes,
             "scale": self.scale,

@@ -1,4 +1,4 @@
-"""Holds what a file says to a declared type where it enters, so that its types hold from there on.
+"""Checks the values of a file against a declared type, once, as they are read.
 
 A type is written as annotations are: a TypedDict for a record, `dict[str, T]`, `list[T]`, `Sequence[T]` for a list or a
 tuple, unions, `Literal`, and `Natural`, `Name` or another bounded type. Input: a value that a reader made of foreign

@@ -46,7 +46,7 @@ SCALAR = 1
 
 @dataclass(frozen=True)
 class Watched:
-    """A tensor that notes when it is read, and where it ends up."""
+    """A tensor that notes when it is read."""
 
     name: str
     source: Tensor

@@ -146,7 +146,7 @@ def stays_within_the_bound(trial: Trial) -> None:
 
 
 def treats_one_element_as_a_scalar(trial: Trial) -> None:
-    """A parameter of shape (1,) goes as one of shape () with the same numbers, as far as arithmetic is one."""
+    """A parameter of shape (1,) moves as a scalar with the same numbers, on backends that don't contract operations."""
     after = tensors_of(trial.step(trial.case.before(1), trial.case.grads[1]))
     for (path, name), tensor in after.items():
         if path == "scalar" and not trial.xp.contracts:
@@ -194,7 +194,7 @@ def keeps_infinity_where_nan_would_go(trial: Trial) -> None:
 
 
 def equals_itself_uncompiled(trial: Trial) -> None:
-    """Operation by operation an update is what it is compiled: within the bound, equal where that is one value."""
+    """An uncompiled update lies within the compiled one's bound, and equals it if the bound is one value."""
     move = mover(cast(Backend, Uncompiled(trial.xp)), trial.case.state, trial.execution)
     for update in (0, 1):
         with np.errstate(all="ignore"):

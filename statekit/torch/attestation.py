@@ -194,7 +194,7 @@ def _without_zero(
 
 
 def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation:
-    """Returns what all processes found. All get there, one that fails too: the others would wait for it forever."""
+    """Returns the findings of all processes. A process that fails takes part too, as the others wait for it."""
     result: Attestation | None = None
     error: Exception | None = None
     try:

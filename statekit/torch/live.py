@@ -241,6 +241,6 @@ def unread_options(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _sliced(value: Any, part: FlatPart, name: str) -> Any:
-    """Returns a slot of a flat parameter as the slice that it is, if it has an element for each of it."""
+    """Returns a slot of a flat parameter as a slice, if it has one element for each element of the parameter."""
     is_slice = isinstance(value, torch.Tensor) and tuple(value.shape) == (part.count,)
     return LiveSlice(value.detach(), part, name) if is_slice else value

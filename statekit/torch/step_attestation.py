@@ -104,7 +104,7 @@ class _Watch:
                 hook.remove()
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Takes the gradients; where a closure makes them, as soon as it has."""
+        """Takes the gradients, or wraps the closure that makes them, so that it takes them afterwards."""
         self._depth += 1
         if not self._update.is_awaited or self._depth > 1:
             return None

@@ -58,7 +58,7 @@ _SHORT = ("OutOfMemoryError", "ResourceExhaustedError")
 
 
 def refuse_short_memory(error: Exception) -> None:
-    """Raises what a framework says of a device's memory as what it is: it says nothing of a checkpoint.
+    """Raises a framework's error as MemoryError, if the device lacks memory: it is no fault of a checkpoint.
 
     Raises:
         MemoryError: The device has no more.

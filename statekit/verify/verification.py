@@ -239,7 +239,7 @@ def _maps(asked: Asked) -> tuple[StateMap, ...]:
 
 
 class _MapRecord(TypedDict, total=False):
-    """A map as a plan's options have it: names that changed, or one of ours."""
+    """A map in a plan's options: pairs of changed names, or the name of a model map."""
 
     rename: list[tuple[str, str]]
     name: str
@@ -574,7 +574,7 @@ def _is_beside(difference: Difference) -> bool:
 
 
 def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, list[str]]:
-    """Returns a target's state in which what its file doesn't say is as it should be, and what that is."""
+    """Returns a target's state with the source's values where its file has none, and notes of each."""
     by_path = expected.optimizer.group_of
     notes: dict[str, None] = {}
     groups = []

@@ -1,4 +1,4 @@
-"""A function or class of some system that makes a schedule: what it is told, and what it comes to."""
+"""A system's function or class that makes a schedule: its arguments, and the rates that it gives."""
 
 from __future__ import annotations
 

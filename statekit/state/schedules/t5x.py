@@ -129,7 +129,7 @@ _FACTORS: Mapping[str, Callable[[Mapping[str, Any]], Rates]] = {
 
 
 def _floored(rates: Rates, number: int, floor: float) -> Piece:
-    """Returns a piece that is at least the floor, which stands in it only where it may come below."""
+    """Returns a piece that does not fall below the floor; a piece that never would stays as it is."""
     last = rates.pieces[number]
     if last.kind == "constant":
         return replace(last, numbers={"rate": max(last.numbers["rate"], floor)})

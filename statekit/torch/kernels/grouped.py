@@ -341,7 +341,7 @@ class Launches:
         self.table, self.built = addresses, self.built + 1
 
     def _prepare(self, lengths: list[int], device: torch.device) -> None:
-        """Takes the memory that stays as long as as many tensors are moved."""
+        """Allocates the memory that stays until the number of tensors changes."""
         program, items = self.program, len(lengths)
         self.items, self.lengths_placed = items, lengths
         counts, sizes = self._matrix_blocks() if program.matrix else self._vector_blocks(lengths)

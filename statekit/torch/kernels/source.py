@@ -279,7 +279,7 @@ class _StageWriter:
         self._write("")
 
     def _write(self, side: str) -> None:
-        """Writes what concerns one side, or all where there are none."""
+        """Writes the lines of one side, or all lines if the stage has no sides."""
 
         def concerns(value: Traced) -> bool:
             return not side or value.space == frozenset(side)
@@ -336,7 +336,7 @@ class _StageWriter:
         self._add(f"tl.store({pointer}, moved_{number}.to(tl.{array.dtype}))")
 
     def of(self, value: Traced, side: str = "") -> str:
-        """Returns the name of a value, and writes what makes it where it isn't there yet."""
+        """Returns the variable of a value; writes its line first if there is none yet."""
         key = (value, side if span(value) == SIDE else "")
         if key not in self.names:
             text = self._made(value, side)

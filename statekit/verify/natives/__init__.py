@@ -72,7 +72,7 @@ class Class:
 
     @property
     def execution(self) -> str | None:
-        """As which execution it runs, where that isn't how its rule usually does: JAX takes a GPU that it finds."""
+        """The execution that it runs as, if that isn't its rule's usual one: JAX takes a GPU that it finds."""
         if self.module != "jax_classes":
             return None
         platform: str = import_module("jax").default_backend()

@@ -173,7 +173,7 @@ def _count_dtype(groups: list[dict[str, Any]]) -> str:
 
 
 def _groups(entry: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the groups of one optimizer, those that two rules move as one for each."""
+    """Yields the groups of one optimizer; a group that two rules move becomes one group for each rule."""
     path_of = {name: path for path, name in extra["fqn"].items()}
     variant = _variant(str(entry["class"]))
     only_said = _renamed(extra.get("constructor_only", {}) if variant == "emerging" else {})
