@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,31 @@ def test_a_file_named_with_script_is_listed_as_text(served: Served) -> None:
         served.service.catalogue.scan()
     (listed,) = [path for path in paths if path.startswith("<img")]
     assert listed == "<img src=x onerror=alert(1)>\\u202e\\x1b[2J.pt"
+
+
+@pytest.mark.parametrize(
+    ("charset", "text"),
+    [
+        ("punycode", b"a-" + b"aa" * 400_000),
+        ("unicode_escape", rb"\ud800"),
+        ("utf-7", b"+2AA-"),
+        ("undefined", b"x"),
+        ("idna", b"xn--" + b"a" * 300),
+    ],
+)
+def test_a_form_chooses_no_codec(charset: str, text: bytes, served: Served) -> None:
+    """Seen red: a form of a megabyte kept everybody waiting for two minutes, and others were our own failure."""
+    addresses = [
+        address for method, address in routes_of(served) if method == "POST" and "/api/" not in address
+    ]
+    assert len(addresses) > 6
+    for address in addresses:
+        body = b'--B\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n--B--\r\n'
+        name = {"note": b"note", "tags": b"remove"}.get(address.rpartition("/")[2], b"kind")
+        start = time.monotonic()
+        answer = served.client.post(
+            address,
+            content=body % (name, text),
+            headers={"Content-Type": f"multipart/form-data; boundary=B; charset={charset}"},
+        )
+        assert answer.status_code < 500 and time.monotonic() - start < 2, address

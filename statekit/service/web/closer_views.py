@@ -22,7 +22,7 @@ from statekit.service.records import Checkpoint, Job, Query
 from statekit.service.standing import Rule
 from statekit.service.web.api import After, Id, Place
 from statekit.service.web.drawing import drawn
-from statekit.service.web.forms import subjects_of
+from statekit.service.web.forms import form_of, subjects_of
 from statekit.service.web.proxies import user_of
 from statekit.service.web.screens import Screens
 from statekit.statistics.pictures import shape_of_matrix
@@ -93,7 +93,7 @@ def _run(routes: APIRouter, of: Screens) -> None:
     @routes.post("/runs/{number}/thin")
     async def thin_spare(request: Request, number: Id) -> Response:
         """Asks for what the page of spare steps offers: to thin them, or to seal those that are unsealed."""
-        form = await request.form()
+        form = await form_of(request)
         kind, subjects = "seal" if form.get("kind") == "seal" else "thin", subjects_of(form)
         await run_in_threadpool(of.jobs.submit_each, kind, subjects, requested_by=user_of(request, "browser"))
         return RedirectResponse(f"/jobs?kind={kind}", HTTPStatus.SEE_OTHER)

@@ -7,13 +7,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.datastructures import FormData
+from starlette.requests import Request
 
-from statekit.errors import UsageError
+from statekit.errors import UsageError, printable
 from statekit.service.web.addresses import record_number
 
 _TEXTS = ("to", "layout", "map", "require", "step_offset", "path", "slot")
 _TICKS = ("params_only", "dry_run", "stats")
 _PAIRS = ("config", "hparams")
+_ENCODING = "application/x-www-form-urlencoded"
+"""How browsers send our forms. A form in parts would name a codec of its own, some of which take minutes."""
+
+
+async def form_of(request: Request) -> FormData:
+    """Returns the form that a request brings.
+
+    Raises:
+        UsageError: It isn't sent as ours are.
+    """
+    encoding = request.headers.get("content-type", _ENCODING).partition(";")[0].strip().lower()
+    if encoding != _ENCODING:
+        raise UsageError(
+            "The form can't be read.",
+            place="Content-Type",
+            expected=_ENCODING,
+            found=printable(encoding[:100]),
+        )
+    return await request.form()
 
 
 def options(form: FormData) -> dict[str, Any]:

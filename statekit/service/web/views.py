@@ -30,7 +30,7 @@ from statekit.service.web.api import After, Id, Number, Place
 from statekit.service.web.branches import Branch, branch
 from statekit.service.web.closer_views import closer_screens, over_run
 from statekit.service.web.drawing import drawn
-from statekit.service.web.forms import subjects_of
+from statekit.service.web.forms import form_of, subjects_of
 from statekit.service.web.problems import problem_of, problem_of_input
 from statekit.service.web.proxies import user_of
 from statekit.service.web.screens import ScreenContents, Screens, as_data, result_as_data, tensor_of
@@ -223,14 +223,14 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
 
     @routes.post("/checkpoints/{number}/jobs")
     async def begin(request: Request, number: Id) -> Response:
-        form = await request.form()
+        form = await form_of(request)
         job = await run_in_threadpool(of.submit, form, (number,), user_of(request, "browser"))
         stays = job.kind in {"inspect", "check", "seal", "doctor"}
         return _next(_then(form) or (f"/checkpoints/{number}" if stays else f"/jobs/{job.id}"))
 
     @routes.post("/checkpoints/{number}/tags")
     async def change_tags(request: Request, number: Id) -> Response:
-        form = await request.form()
+        form = await form_of(request)
         added, removed = form.get("add"), form.get("remove")
         if isinstance(removed, str):
             await run_in_threadpool(of.catalogue.untag, number, removed)
@@ -240,7 +240,7 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
 
     @routes.post("/checkpoints/{number}/note")
     async def change_note(request: Request, number: Id) -> Response:
-        note = (await request.form()).get("note")
+        note = (await form_of(request)).get("note")
         text = note if isinstance(note, str) else ""
         await run_in_threadpool(of.catalogue.note, number, text, user_of(request, ""))
         return _next(f"/checkpoints/{number}")
@@ -283,7 +283,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
 
     @routes.post("/jobs")
     async def begin_about_several(request: Request) -> Response:
-        form = await request.form()
+        form = await form_of(request)
         job = await run_in_threadpool(of.submit, form, subjects_of(form), user_of(request, "browser"))
         return _next(_then(form) or f"/jobs/{job.id}")
 
