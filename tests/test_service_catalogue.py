@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -567,3 +568,88 @@ def test_a_lineage_reads_what_jobs_wrote_once_for_each_source(
     jobs = {edge.target: edge.job for edge in lineage.edges}
     assert [jobs[f"checkpoint-{100 + i}"] for i in range(4)] == [1, 2, 3, 4]
     assert sum("JOIN results" in one for one in statements) == 1
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "checkpoints": {
+        "root": "'x'", "place": "5", "path": "x'00'", "name": "x'00'", "size": "'x'", "modified": "1e15",
+        "print": "x'00'", "step": "'x'", "elements": "x'00'", "made": "'[['", "seal": "'x'", "checked": "'x'",
+        "verdict": "x'00'", "status": "'x'", "note": "x'00'", "first_seen": "'x'", "seen": "-1",
+        "optimizer": "x'00'", "replaced_by": "'x'",
+    },
+    "runs": {"root": "'x'", "place": "5", "path": "x'00'"},
+    "tags": {"tag": "x'00'"},
+}  # fmt: skip
+"""What another program may put into columns, in SQL."""
+
+
+def test_a_row_of_another_form_is_damage_and_the_next_scan_mends_it(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    shutil.copytree(T5X, served.root / "run" / "checkpoint_5")
+    served.service.catalogue.scan()
+
+    def listed() -> list[tuple[Any, ...]]:
+        items = served.client.get("/api/v1/checkpoints?sort=path").json()["items"]
+        return [(one["path"], one["size"], one["run"] is None, one["status"], one["seal"]) for one in items]
+
+    before = listed()
+    for table, column in [(table, column) for table, columns in ODD.items() for column in columns]:
+        number = served.service.catalogue.checkpoints(Query(sort="path")).items[0].id
+        served.service.catalogue.tag(number, "kept")
+        with closing(sqlite3.connect(served.database.path, isolation_level=None)) as other:
+            other.execute(f"UPDATE {table} SET {column} = {ODD[table][column]}")
+        addresses = ("/", "/api/v1/checkpoints", f"/lineage/{number}", "/api/v1/runs", "/metrics")
+        answers = [served.client.get(address) for address in addresses]
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert refused or column == "root", (table, column)
+        for answer in refused:
+            assert answer.status_code == 503 and "The catalogue is damaged." in answer.text, (table, column)
+        served.service.catalogue.scan()
+        assert listed() == before, (table, column)
+        for address in addresses:
+            assert served.client.get(address).status_code == 200, (table, column, address)
+    served.database.close()
+
+
+def test_a_job_of_another_form_is_damage(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    job = served.client.post("/api/v1/jobs", json={"kind": "inspect", "subjects": [1]}).json()["id"]
+    for values in (
+        "options = '[['",
+        "options = '[]'",
+        "state = 'x'",
+        "created = 1e15",
+        "problem = '1'",
+        "text = x'00'",
+    ):
+        with closing(sqlite3.connect(served.database.path, isolation_level=None)) as other:
+            saved = other.execute("SELECT options, state, created, problem, text FROM jobs").fetchone()
+            other.execute(f"UPDATE jobs SET {values}")
+            for address in (f"/jobs/{job}", f"/api/v1/jobs/{job}", "/jobs"):
+                answer = served.client.get(address)
+                assert answer.status_code == 503 and "The catalogue is damaged." in answer.text, (
+                    values,
+                    address,
+                )
+            other.execute("UPDATE jobs SET (options, state, created, problem, text) = (?, ?, ?, ?, ?)", saved)
+    assert served.client.get(f"/jobs/{job}").status_code == 200
+    served.database.close()
+
+
+def test_sizes_that_no_row_has_room_for_keep_nothing_out(tmp_path: Path) -> None:
+    """Seen red: the whole root was left out of the catalogue from then on, or no page could add the sizes up."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK):
+        pytest.skip("no file system that holds such files")
+    with tempfile.TemporaryDirectory(dir=shm) as folder:
+        served = Served(Path(folder))
+        for step in (5, 6):
+            shutil.copytree(T5X, served.root / "run" / f"checkpoint_{step}")
+            for name in ("a", "b"):
+                with (served.root / "run" / f"checkpoint_{step}" / name).open("wb") as file:
+                    file.truncate(7 * 2**60)
+        served.service.catalogue.scan()
+        assert served.client.get("/api/v1/checkpoints").json()["total"] == 6
+        for address in ("/", "/api/v1/runs", "/metrics", "/runs/1"):
+            assert served.client.get(address).status_code == 200, address
+        served.database.close()

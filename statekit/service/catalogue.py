@@ -14,16 +14,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, Select, and_, func, or_, select, tuple_, update
+from sqlalchemy import Connection, Float, Row, Select, and_, func, or_, select, tuple_, update
 from sqlalchemy.sql import ColumnElement
 
 from statekit.errors import NotFoundError, RefusedError, StatekitError, UsageError, printable
 from statekit.service.database import Database
+from statekit.service.mending import mend
 from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan, Scanning
-from statekit.service.roots import path_beneath, target_beneath
+from statekit.service.roots import path_beneath, shown, target_beneath
 from statekit.service.scanning import Scanner, Seen, run_key
 from statekit.service.standing import Rule, spare_of, standing
-from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS
+from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS, TEXT, bytes_of
 from statekit.service.tasks.child import Zygote
 from statekit.service.tasks.failures import problem_of
 
@@ -146,6 +147,8 @@ class Catalogue:
     def _scan(self) -> Scan:
         began = time.monotonic()
         counts, failures = Counter[str](), list[StatekitError]()
+        with self._database.writing() as connection:
+            mend(connection, min(self._roots))
         for number, scanner in self._scanners.items():
             if not scanner.root.is_dir():  # not mounted just now: that says nothing of what lies there
                 continue
@@ -219,12 +222,14 @@ class Catalogue:
             raise UsageError(
                 "There is no such order.", place="sort", expected=", ".join(SORTS), found=name[:100]
             )
-        column: ColumnElement[Any] = func.coalesce(CHECKPOINTS.c[name], "" if name in _TEXTS else -1)
+        is_text = name in _TEXTS
+        lacking = TEXT if is_text else Float()
+        column: ColumnElement[Any] = func.coalesce(CHECKPOINTS.c[name], "" if is_text else -1, type_=lacking)
         wanted = and_(*_wanted(query, self._roots))
         chosen = select(CHECKPOINTS).where(wanted)
         if cursor is not None:
             at = tuple_(column, CHECKPOINTS.c.id)
-            behind = tuple_(*decoded_cursor(cursor, name in _TEXTS))
+            behind = tuple_(*decoded_cursor(cursor, is_text))
             chosen = chosen.where(at < behind if falling else at > behind)
         both = (column, CHECKPOINTS.c.id)
         chosen = chosen.order_by(*((column.desc() for column in both) if falling else both)).limit(limit + 1)
@@ -240,7 +245,7 @@ class Catalogue:
         with self._database.reading() as connection:
             facets: dict[str, dict[str, int]] = {}
             for name in ("container", "layout", "optimizer", "seal", "verdict", "status"):
-                column = func.coalesce(CHECKPOINTS.c[name], "none")
+                column = func.coalesce(CHECKPOINTS.c[name], "none", type_=TEXT)
                 others = Query(**{**vars(query), name: "any" if name == "status" else None})
                 counted = (
                     select(column, func.count()).where(and_(*_wanted(others, self._roots))).group_by(column)
@@ -254,10 +259,10 @@ class Catalogue:
     def figures(self) -> dict[str, dict[str, int]]:
         """Returns how many checkpoints are there, by doctor's verdict, and their bytes, by seal."""
         table = CHECKPOINTS.c
-        verdict = func.coalesce(table.verdict, "not asked")
+        verdict = func.coalesce(table.verdict, "not asked", type_=TEXT)
         counted = {
             "checkpoints": select(verdict, func.count()).group_by(verdict),
-            "checkpoint_bytes": select(table.seal, func.sum(table.size)).group_by(table.seal),
+            "checkpoint_bytes": select(table.seal, bytes_of(table.size)).group_by(table.seal),
         }
         with self._database.reading() as connection:
             return {
@@ -552,7 +557,7 @@ def _runs(roots: Iterable[int]) -> Select[Any]:
             func.count().label("steps"),
             func.min(table.step).label("first_step"),
             func.max(table.step).label("last_step"),
-            func.sum(table.size).label("size"),
+            bytes_of(table.size).label("size"),
             func.max(table.modified).label("modified"),
         )
         .join(CHECKPOINTS, table.run == RUNS.c.id)
@@ -585,10 +590,6 @@ def _steps_of(connection: Connection, runs: Sequence[int]) -> tuple[dict[int, li
     return steps, set(connection.scalars(tags))
 
 
-def _shown(place: bytes) -> str:
-    return printable(place.decode("utf-8", "backslashreplace")) or "."
-
-
 def _reconciled(connection: Connection, root: int, seen: Sequence[Seen]) -> Counter[str]:
     """Writes down what a scan has seen of a root; returns how many are seen, new, changed, gone and unreadable."""
     counts = Counter[str]()
@@ -611,7 +612,7 @@ def _reconciled(connection: Connection, root: int, seen: Sequence[Seen]) -> Coun
                 values = _kept(values, before)
             connection.execute(update(CHECKPOINTS).where(CHECKPOINTS.c.id == before.id).values(**values))
             continue
-        path = _shown(entry.place)
+        path = shown(entry.place)
         name = path.rpartition("/")[2]
         statement = CHECKPOINTS.insert().values(
             root=root, place=entry.place, path=path, name=name, first_seen=now, **values
@@ -666,7 +667,7 @@ def _group_runs(connection: Connection, root: int) -> None:
 
 
 def _new_run(connection: Connection, root: int, place: bytes) -> int:
-    path = _shown(place)
+    path = shown(place)
     values = {"root": root, "place": place, "path": path, "name": path.rpartition("/")[2]}
     number: int = connection.execute(RUNS.insert().values(**values)).lastrowid
     return number

@@ -31,7 +31,7 @@ from sqlalchemy.pool import QueuePool
 
 from statekit.errors import CommitError, CorruptError, UsageError
 from statekit.files.durable import sync_folder
-from statekit.service.tables import METADATA
+from statekit.service.tables import METADATA, OddValue
 from statekit.service.tasks.processes import boot_id, is_alive, started_at
 
 FILE = "catalogue.sqlite"
@@ -222,6 +222,7 @@ def _engine(path: Path) -> Engine:
         pool_size=8,
         max_overflow=56,
         json_serializer=lambda value: json.dumps(value, allow_nan=False, separators=(",", ":")),
+        json_deserializer=_stored_json,
     )
 
     @event.listens_for(engine, "connect")
@@ -236,6 +237,13 @@ def _engine(path: Path) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
     return engine
+
+
+def _stored_json(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise OddValue(f"a row has {text!r:.80} where it must have JSON") from None
 
 
 def _config() -> Config:
@@ -254,6 +262,8 @@ def _explained(place: Path) -> Iterator[None]:
     """Makes errors of the database ours."""
     try:
         yield
+    except OddValue as error:
+        raise _damaged(place, error) from None
     except OverflowError as error:
         raise UsageError("No record has a number as large as this.", expected="less than 2^63") from error
     except (DBAPIError, sqlite3.Error) as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, or_, select
 
 from statekit.service.records import ENDED, Job
 from statekit.service.service import Service
-from statekit.service.tables import CHECKPOINTS, JOBS, SUBJECTS
+from statekit.service.tables import CHECKPOINTS, JOBS, SUBJECTS, bytes_of
 
 BY_ITSELF = "statekit"
 """Who asks for these jobs."""
@@ -41,7 +41,7 @@ def _read(connection: Connection) -> int:
     """Returns the bytes of what was examined by itself within a day."""
     recent = and_(JOBS.c.requested_by == BY_ITSELF, JOBS.c.created > time.time() - DAY_SECONDS)
     read = (
-        select(func.sum(CHECKPOINTS.c.size))
+        select(bytes_of(CHECKPOINTS.c.size))
         .join(SUBJECTS, SUBJECTS.c.checkpoint == CHECKPOINTS.c.id)
         .join(JOBS, JOBS.c.id == SUBJECTS.c.job)
         .where(recent)

@@ -25,6 +25,11 @@ _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
 _NAME_BYTES = 255
 
 
+def shown(place: bytes) -> str:
+    """Returns a path's bytes as text that is fit to be shown."""
+    return printable(place.decode("utf-8", "backslashreplace")) or "."
+
+
 class _OpenHow(ctypes.Structure):
     """Source: Linux, include/uapi/linux/openat2.h."""
 

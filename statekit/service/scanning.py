@@ -29,6 +29,8 @@ LOOK_LIMITS: Mapping[str, int] = {"memory": 4 * 2**30, "files": 4096, "written":
 LOOKS = 2000
 """After how many looks the process is started anew: what libraries keep of files doesn't grow for ever."""
 MOST_FILES = 2_000_000
+MOST_BYTES = 2**53
+"""What a checkpoint's size says at most: files without stored bytes can say more than a record has room for."""
 DEEPEST = 64
 """Folders below each other at most."""
 AGAIN_SECONDS = 60.0
@@ -453,7 +455,7 @@ class Scanner:
     def _seen(self, node: Folder, nodes: list[Folder], top: Folder, columns: Mapping[str, Any]) -> Seen:
         stamp, proof = self._stamp(nodes, top)
         modified = max(node.modified for node in nodes) / 1e9
-        size = sum(node.size for node in nodes)
+        size = min(sum(node.size for node in nodes), MOST_BYTES)
         place = os.fsencode(self._relative(node.path))
         return Seen(place, stamp, proof, size, min(max(modified, 0.0), 2.0**36), columns)
 

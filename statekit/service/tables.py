@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, get_args
+
 from sqlalchemy import (
     JSON,
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
     Float,
     ForeignKey,
     Index,
@@ -16,15 +20,90 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    cast,
+    func,
 )
+from sqlalchemy.types import TypeDecorator, TypeEngine
+
+from statekit.service.records import EventKind, Kind, Seal, State, Status, Verdict
 
 METADATA = MetaData()
+LATEST = 253402300799.0
+"""The last second that a date has, in seconds since 1970."""
+
+
+class OddValue(ValueError):
+    """A value of a row that nothing of ours has written: SQLite keeps whatever it is given."""
+
+
+class Held(TypeDecorator[Any]):
+    """The type of a column whose values are held against it when they are read.
+
+    Args:
+        stored: The type that the database knows.
+        form: What a value is in Python.
+        among: The texts that there are; empty if any.
+        most: The largest number, none below 0; None if any.
+    """
+
+    impl: Any = Text
+    cache_ok = True
+
+    def __init__(
+        self,
+        stored: TypeEngine[Any],
+        form: type,
+        among: tuple[str, ...] = (),
+        most: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.impl = stored
+        self.stored = stored
+        self.form: Any = form
+        self.among, self.most = among, most
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        """Returns a value.
+
+        Raises:
+            OddValue: It isn't of this form.
+        """
+        if value is None or (
+            isinstance(value, self.form)
+            and (not self.among or value in self.among)
+            and (self.most is None or 0 <= value <= self.most)
+        ):
+            return value
+        raise OddValue(f"a row has {value!r:.80} where it must have {self.among or self.form.__name__}")
+
+
+def _one_of(kinds: Any, length: int = 16) -> Held:
+    return Held(String(length), str, get_args(kinds))
+
+
+_BLOB, TEXT, _WHOLE, _BIG = (
+    Held(LargeBinary(), bytes),
+    Held(Text(), str),
+    Held(Integer(), int),
+    Held(BigInteger(), int),
+)
+_REAL, _TIME, _NAMES = Held(Float(), float), Held(Float(), float, most=LATEST), Held(JSON(), Mapping)
+
+
+def bytes_of(sizes: Column[Any]) -> ColumnElement[int]:
+    """Returns the sum of sizes: as a number with a point first, since a sum of whole numbers may overflow."""
+    return cast(func.total(sizes), BigInteger)
+
+
+def _short(length: int) -> Held:
+    return Held(String(length), str)
+
 
 ROOTS = Table(
     "roots",
     METADATA,
     Column("id", Integer, primary_key=True),
-    Column("place", LargeBinary, nullable=False, unique=True),  # a path's bytes: not all of them are UTF-8
+    Column("place", _BLOB, nullable=False, unique=True),  # a path's bytes: not all of them are UTF-8
     sqlite_autoincrement=True,
 )
 
@@ -32,10 +111,10 @@ RUNS = Table(
     "runs",
     METADATA,
     Column("id", Integer, primary_key=True),
-    Column("root", Integer, ForeignKey("roots.id"), nullable=False),
-    Column("place", LargeBinary, nullable=False),
-    Column("path", Text, nullable=False),
-    Column("name", Text, nullable=False),
+    Column("root", _WHOLE, ForeignKey("roots.id"), nullable=False),
+    Column("place", _BLOB, nullable=False),
+    Column("path", TEXT, nullable=False),
+    Column("name", TEXT, nullable=False),
     sqlite_autoincrement=True,
 )
 
@@ -43,37 +122,37 @@ CHECKPOINTS = Table(
     "checkpoints",
     METADATA,
     Column("id", Integer, primary_key=True),
-    Column("root", Integer, ForeignKey("roots.id"), nullable=False),
-    Column("place", LargeBinary, nullable=False),
-    Column("path", Text, nullable=False),
-    Column("name", Text, nullable=False),
-    Column("run", Integer, ForeignKey("runs.id")),
-    Column("size", BigInteger, nullable=False),
-    Column("modified", Float, nullable=False),  # seconds since 1970 in UTC, as all times are
-    Column("print", String(64), nullable=False),  # of names, sizes and times of its files
-    Column("proof", String(64), nullable=False),  # the same of the manifests among and beside them
-    Column("step", BigInteger),
-    Column("container", String(64)),
-    Column("layout", String(64)),
-    Column("optimizer", String(128)),
-    Column("tensors", Integer),
-    Column("parameters", Integer),
-    Column("elements", BigInteger),
+    Column("root", _WHOLE, ForeignKey("roots.id"), nullable=False),
+    Column("place", _BLOB, nullable=False),
+    Column("path", TEXT, nullable=False),
+    Column("name", TEXT, nullable=False),
+    Column("run", _WHOLE, ForeignKey("runs.id")),
+    Column("size", _BIG, nullable=False),
+    Column("modified", _TIME, nullable=False),  # seconds since 1970 in UTC, as all times are
+    Column("print", _short(64), nullable=False),  # of names, sizes and times of its files
+    Column("proof", _short(64), nullable=False),  # the same of the manifests among and beside them
+    Column("step", _BIG),
+    Column("container", _short(64)),
+    Column("layout", _short(64)),
+    Column("optimizer", _short(128)),
+    Column("tensors", _WHOLE),
+    Column("parameters", _WHOLE),
+    Column("elements", _BIG),
     Column("resumable", Boolean, nullable=False),
-    Column("digest", String(64)),
-    Column("made", JSON),  # what its manifest says of the conversion that made it
-    Column("source_digest", String(64)),
-    Column("seal", String(16), nullable=False),
-    Column("checked", Float),
-    Column("verdict", String(16)),
-    Column("unreadable", Text),
-    Column("undecoded", Text),
-    Column("status", String(16), nullable=False),
-    Column("replaced_by", Integer, ForeignKey("checkpoints.id")),
-    Column("note", Text, nullable=False, server_default=""),
-    Column("note_by", Text, nullable=False, server_default=""),
-    Column("first_seen", Float, nullable=False),
-    Column("seen", Float, nullable=False),
+    Column("digest", _short(64)),
+    Column("made", _NAMES),  # what its manifest says of the conversion that made it
+    Column("source_digest", _short(64)),
+    Column("seal", _one_of(Seal), nullable=False),
+    Column("checked", _TIME),
+    Column("verdict", _one_of(Verdict)),
+    Column("unreadable", TEXT),
+    Column("undecoded", TEXT),
+    Column("status", _one_of(Status), nullable=False),
+    Column("replaced_by", _WHOLE, ForeignKey("checkpoints.id")),
+    Column("note", TEXT, nullable=False, server_default=""),
+    Column("note_by", TEXT, nullable=False, server_default=""),
+    Column("first_seen", _TIME, nullable=False),
+    Column("seen", _TIME, nullable=False),
     Index("checkpoints_place", "root", "place"),
     Index("checkpoints_run", "run"),
     Index("checkpoints_modified", "status", "modified"),
@@ -85,8 +164,8 @@ CHECKPOINTS = Table(
 TAGS = Table(
     "tags",
     METADATA,
-    Column("checkpoint", Integer, ForeignKey("checkpoints.id"), primary_key=True),
-    Column("tag", Text, primary_key=True),
+    Column("checkpoint", _WHOLE, ForeignKey("checkpoints.id"), primary_key=True),
+    Column("tag", TEXT, primary_key=True),
     Index("tags_tag", "tag"),
 )
 
@@ -94,32 +173,32 @@ CHANGES = Table(
     "changes",
     METADATA,
     Column("id", Integer, primary_key=True),
-    Column("number", Integer, nullable=False),  # triggers count it: checkpoints, runs and tags were changed
+    Column("number", _WHOLE, nullable=False),  # triggers count it: checkpoints, runs and tags were changed
 )
 
 JOBS = Table(
     "jobs",
     METADATA,
     Column("id", Integer, primary_key=True),
-    Column("kind", String(16), nullable=False),
-    Column("options", JSON, nullable=False),
-    Column("cache_key", String(64), nullable=False),  # of kind, contents, options and tool: equal work
-    Column("idempotency_key", Text, unique=True),
-    Column("state", String(16), nullable=False),
-    Column("attempts", Integer, nullable=False),
-    Column("token", Integer, nullable=False),  # fences: whoever doesn't have it writes nothing
-    Column("holder", Text),  # the worker that has leased it
-    Column("lease_boot", Text),  # of which start of the machine `lease_until` counts
-    Column("lease_until", BigInteger),  # nanoseconds
+    Column("kind", _one_of(Kind), nullable=False),
+    Column("options", _NAMES, nullable=False),
+    Column("cache_key", _short(64), nullable=False),  # of kind, contents, options and tool: equal work
+    Column("idempotency_key", TEXT, unique=True),
+    Column("state", _one_of(State), nullable=False),
+    Column("attempts", _WHOLE, nullable=False),
+    Column("token", _WHOLE, nullable=False),  # fences: whoever doesn't have it writes nothing
+    Column("holder", TEXT),  # the worker that has leased it
+    Column("lease_boot", TEXT),  # of which start of the machine `lease_until` counts
+    Column("lease_until", _BIG),  # nanoseconds
     Column("cancelling", Boolean, nullable=False),
-    Column("created", Float, nullable=False),
-    Column("started", Float),
-    Column("ended", Float),
-    Column("fraction", Float),
-    Column("text", Text, nullable=False),
-    Column("problem", JSON),
-    Column("requested_by", Text, nullable=False),
-    Column("last_event", Integer, nullable=False),
+    Column("created", _TIME, nullable=False),
+    Column("started", _TIME),
+    Column("ended", _TIME),
+    Column("fraction", _REAL),
+    Column("text", TEXT, nullable=False),
+    Column("problem", _NAMES),
+    Column("requested_by", TEXT, nullable=False),
+    Column("last_event", _WHOLE, nullable=False),
     Index("jobs_state", "state", "id"),
     Index("jobs_cache_key", "cache_key"),
     sqlite_autoincrement=True,
@@ -128,20 +207,20 @@ JOBS = Table(
 SUBJECTS = Table(
     "subjects",
     METADATA,
-    Column("job", Integer, ForeignKey("jobs.id"), primary_key=True),
+    Column("job", _WHOLE, ForeignKey("jobs.id"), primary_key=True),
     Column("position", Integer, primary_key=True),
-    Column("checkpoint", Integer, ForeignKey("checkpoints.id"), nullable=False),
+    Column("checkpoint", _WHOLE, ForeignKey("checkpoints.id"), nullable=False),
     Index("subjects_checkpoint", "checkpoint"),
 )
 
 EVENTS = Table(
     "events",
     METADATA,
-    Column("job", Integer, ForeignKey("jobs.id"), primary_key=True),
+    Column("job", _WHOLE, ForeignKey("jobs.id"), primary_key=True),
     Column("number", Integer, primary_key=True),
-    Column("kind", String(16), nullable=False),
-    Column("data", JSON, nullable=False),
-    Column("time", Float, nullable=False),
+    Column("kind", _one_of(EventKind), nullable=False),
+    Column("data", _NAMES, nullable=False),
+    Column("time", _TIME, nullable=False),
 )
 
 RESULTS = Table(
