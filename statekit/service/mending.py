@@ -32,14 +32,9 @@ def mend(connection: Connection, root: int) -> int:
         connection: The transaction, which writes.
         root: A root, for rows that name none.
     """
-    for number, names in (runs := _odd_rows(connection, RUNS)).items():
-        if {"root", "place"} & names:  # grouping makes it again
-            connection.execute(update(CHECKPOINTS).where(CHECKPOINTS.c.run == number).values(run=None))
-            connection.execute(delete(RUNS).where(RUNS.c.id == number))
-        else:
-            connection.execute(
-                update(RUNS).where(RUNS.c.id == number).values(_names(connection, RUNS, number))
-            )
+    for number in (runs := _odd_rows(connection, RUNS)):  # grouping makes them again
+        connection.execute(update(CHECKPOINTS).where(CHECKPOINTS.c.run == number).values(run=None))
+        connection.execute(delete(RUNS).where(RUNS.c.id == number))
     for number, names in (rows := _odd_rows(connection, CHECKPOINTS)).items():
         values = {name: _ANEW.get(name) for name in names}
         values |= {name: time.time() for name in names & {"seen", "first_seen"}}
@@ -48,19 +43,14 @@ def mend(connection: Connection, root: int) -> int:
         if {"root", "place"} & names:
             values |= {"root": root, "place": b"", "status": "changed", "path": ".", "name": "."}
         elif {"path", "name"} & names:
-            values |= _names(connection, CHECKPOINTS, number)
+            place = connection.scalar(select(CHECKPOINTS.c.place).where(CHECKPOINTS.c.id == number))
+            path = shown(place or b"")
+            values |= {"path": path, "name": path.rpartition("/")[2]}
         connection.execute(update(CHECKPOINTS).where(CHECKPOINTS.c.id == number).values(values))
     tags = connection.execute(delete(TAGS).where(or_(*map(_is_odd, TAGS.c)))).rowcount
     if mended := len(runs) + len(rows) + tags:
         _LOG.warning("mended the catalogue, which another program has changed", rows=mended)
     return mended
-
-
-def _names(connection: Connection, table: Table, number: int) -> dict[str, str]:
-    """Returns what a row's path and name are, by its place."""
-    place = connection.scalar(select(table.c.place).where(table.c.id == number))
-    path = shown(place or b"")
-    return {"path": path, "name": path.rpartition("/")[2]}
 
 
 def _odd_rows(connection: Connection, table: Table) -> dict[int, set[str]]:
@@ -77,14 +67,14 @@ def _odd_rows(connection: Connection, table: Table) -> dict[int, set[str]]:
 
 def _is_odd(column: Column[Any]) -> ColumnElement[bool]:
     """Returns whether a row's value in a column isn't of the column's form."""
-    held: Held = column.type  # type: ignore[assignment]  # columns that may be asked have these
-    stored = _STORED.get(held.form)
+    form: Held = column.type  # type: ignore[assignment]  # columns that may be asked have these
+    stored = _STORED.get(form.form)
     if stored is None:
         kind = case((func.json_valid(column) == 1, func.json_type(column)), else_="none")
         return column.is_not(None) & kind.not_in(("object", "null"))
     odd: ColumnElement[bool] = func.typeof(column).not_in((stored, "null"))
-    if held.among:
-        odd |= column.not_in(held.among)
-    if held.most is not None:
-        odd |= ~column.between(0, held.most)
+    if form.among:
+        odd |= column.not_in(form.among)
+    if form.most is not None:
+        odd |= ~column.between(0, form.most)
     return odd

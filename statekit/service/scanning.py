@@ -38,65 +38,13 @@ AGAIN_SECONDS = 60.0
 it. Each time after twice as long, up to `LATEST_SECONDS`."""
 LATEST_SECONDS = 86400.0
 _OF_STEPS = frozenset(
-    {
-        *(
-            "step",
-            "steps",
-            "global",
-            "iter",
-            "iters",
-            "iteration",
-            "epoch",
-            "e",
-            "s",
-            "b",
-            "update",
-            "updates",
-            "at",
-        ),
-        *(
-            "checkpoint",
-            "checkpoints",
-            "ckpt",
-            "ckp",
-            "save",
-            "saved",
-            "model",
-            "state",
-            "train",
-            "weights",
-            "run",
-        ),
-        *(
-            "last",
-            "latest",
-            "newest",
-            "best",
-            "final",
-            "end",
-            "good",
-            "backup",
-            "current",
-            "previous",
-            "old",
-            "new",
-        ),
-        *(
-            "val",
-            "valid",
-            "validation",
-            "loss",
-            "acc",
-            "accuracy",
-            "metric",
-            "score",
-            "top",
-            "v",
-            "of",
-            "with",
-        ),
-        *("pt", "pth", "th", "bin", "tar", "safetensors", "keras", "h", "hdf", "msgpack", "npz", "pkl", "d"),
-    }
+    re.findall(
+        r"\w+",
+        "step steps global iter iters iteration epoch e s b update updates at checkpoint checkpoints ckpt "
+        "ckp save saved model state train weights run last latest newest best final end good backup "
+        "current previous old new val valid validation loss acc accuracy metric score top v of with pt "
+        "pth th bin tar safetensors keras h hdf msgpack npz pkl d",
+    )
 )
 """Words of a step's name that tell steps of one run apart, or say what a file is."""
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
