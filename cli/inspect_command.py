@@ -166,7 +166,7 @@ def _optimizer_lines(inspection: Inspection, optimizer: Optimizer, counts: Count
 
 
 def _proven_by(inspection: Inspection) -> str:
-    """Says what the checkpoint can be proven by, and what to do where that is nothing."""
+    """Returns what proves the checkpoint's bytes, or how to add a manifest."""
     means = inspection.integrity
     if means.manifest is not None:
         how = "was sealed with" if means.is_sealed else "was written with"

@@ -117,7 +117,7 @@ _NOWHERE = _Nowhere()
 
 
 class _QuietImport:
-    """Keeps from stderr what TensorFlow prints there while it is imported, from C: it tells of itself."""
+    """Keeps TensorFlow's own messages, which C code prints during the import, from stderr."""
 
     _looks = False
 
@@ -141,7 +141,7 @@ class _QuietImport:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drops what is written to the file descriptor of stderr."""
+    """Discards all output to the file descriptor of stderr."""
     shown, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
@@ -224,14 +224,14 @@ def statekit(debug: bool) -> None:
 
 
 def _have_streams() -> None:
-    """Opens a standard output, and one for errors, that keep nothing where whoever called us closed them."""
+    """Replaces a closed standard output or error with one that discards its text."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _quiet_tensorflow() -> None:
-    """Has TensorFlow, if it is imported, tell nothing of itself on stderr."""
+    """Silences TensorFlow's messages about itself, in case it is imported."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not any(isinstance(finder, _QuietImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _QuietImport())
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_no_more() -> None:
-    """Lets what is still to be written to stdout, also when Python ends, go nowhere."""
+    """Discards all further output to stdout, also at Python's end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -181,7 +181,7 @@ class Budget:
 
     @contextmanager
     def reading_again(self) -> Iterator[None]:
-        """Lets the target that a job wrote hold as much as its source, while that is open too."""
+        """Gives a job's written target as much budget as its source, while both are open."""
         with self._lock:
             self._sides += 1
         try:

@@ -407,7 +407,7 @@ def _reader(form: Hashable) -> Any:
 
 
 def _read(form: type[T], data: Any) -> T:
-    """Returns plain data as the record that it was."""
+    """Returns the record of plain data."""
     record: T = _reader(cast(Hashable, form)).validate_python(data)
     return record
 

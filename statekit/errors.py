@@ -82,7 +82,7 @@ class StatekitError(Exception):
         StatekitError.__init__(self, self.subject, **parts, remedy=both)
 
     def rename(self, change: Callable[[str], str]) -> None:
-        """Says all of it anew, where files have other names for the user than for what raised it."""
+        """Changes all texts of the error, such as names of files that the user knows by others."""
 
         def renamed(part: object) -> object:
             text = change(str(part))

@@ -157,7 +157,7 @@ def _numbered(tree: Any) -> dict[str, Any]:
 
 
 def _moved_shape(record: Mapping[str, Any]) -> Shape | None:
-    """Returns the shape of a parameter as its weight and slots have it; None where it has none."""
+    """Returns the shape of a parameter's weight and slots; None if there is no such tensor."""
     shapes = [value.shape for value in record.values() if isinstance(value, Tensor) and value.shape]
     return shapes[0] if shapes else None
 

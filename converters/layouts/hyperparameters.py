@@ -22,7 +22,7 @@ MINIMUM = "min_dim_size_to_factor"
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Hyperparameters of one optimizer, each with where it is known from."""
+    """Hyperparameters of one optimizer, each with its source."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     known_from: Mapping[str, KnownFrom] = field(default_factory=dict)

@@ -292,7 +292,7 @@ class _Filling:
 
 
 def _found_order(parts: Parts, is_sorted: bool, hints: CheckpointRef) -> Order:
-    """Returns the order as names tell it, or shapes, or, of one group, the model that goes on."""
+    """Returns the order of parameters by names, by shapes, or, for a single group, by the live model."""
     named = named_order(parts.groups, parts.model, hints.param_names)
     if named is not None:
         return named

@@ -75,7 +75,7 @@ class Backend(Protocol):
         return self.widen(value)
 
     def number(self, value: Value) -> Value:
-        """Returns a scalar as precise as it is at hand: a Python number stays one (float64)."""
+        """Returns a scalar in its best precision: a Python number stays a float64."""
         return float(value) if isinstance(value, (int, float)) else self.widen(value)
 
     def shape(self, value: Value) -> tuple[int, ...]:

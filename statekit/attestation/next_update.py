@@ -85,7 +85,7 @@ class NextUpdate:
 
     @property
     def updates(self) -> int | None:
-        """Updates done before it, as the live run counts them; None where that can't be read."""
+        """Updates done before it, by the live run's count; None if that is unknown."""
         live = None if self._sides is None else self._sides.live
         return None if live is None else live.counts.updates
 

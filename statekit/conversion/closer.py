@@ -162,7 +162,7 @@ def difference(
     name: str,
     slot: str | None = None,
 ) -> dict[str, Any]:
-    """Returns where one parameter, or one of its slots, of a checkpoint isn't that of another.
+    """Returns the differences of one parameter, or one of its slots, between two checkpoints.
 
     Returns:
         `path`, `slot`, `shape`; `stats` of the magnitudes of `left - right` in float64, with their histogram; `tiles`

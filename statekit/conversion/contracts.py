@@ -300,7 +300,7 @@ class FindsNames(Protocol):
         """The ways that it offers, for `--names-from`."""
 
     def names_are_near(self, checkpoint: Checkpoint) -> str:
-        """Returns the way that a checkpoint has what it needs for; "" if there is none."""
+        """Returns the `names_from` that the checkpoint has the files for; "" if there is none."""
 
     def names_in_file(self, checkpoint: Checkpoint) -> Mapping[str, str]:
         """Returns the file's name of each parameter that its model has under another one, by the model's.
@@ -442,7 +442,7 @@ class Contents:
 
 @runtime_checkable
 class Describes(Protocol):
-    """A layout that can say what a checkpoint of its family holds, even if it can't decode that."""
+    """A layout that describes checkpoints of its family, even those that it can't decode."""
 
     def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
         """Looks at names and shapes; None if nothing can be said.
@@ -455,7 +455,7 @@ class Describes(Protocol):
 
 @runtime_checkable
 class Examines(Protocol):
-    """A layout whose files say something twice, once beside the state, so that they may contradict it."""
+    """A layout whose files store a fact twice, in the state and beside it, so that the two may disagree."""
 
     def examine(self, checkpoint: Checkpoint, state: TrainState) -> Iterator[Finding]:
         """Yields what contradicts the state; reads scalars only. `kind` is the name of the fault."""

@@ -527,7 +527,7 @@ class Bridge:
     def _spared(
         self, group: Group, settings: Mapping[str, Any], value: Any
     ) -> tuple[Any, tuple[Difference, ...]]:
-        """Returns how the target says which parameters aren't decayed, and what it can't say of that."""
+        """Returns the target's form of the parameters without decay, and the differences that it can't express."""
         source_form, target_form = self._exclusions()
         if source_form == target_form or not {source_form, target_form} <= {*_BY_NAME} or not value:
             return value, ()
@@ -649,7 +649,7 @@ RECASTS = (
 
 
 def _recast(state: TrainState, source: str, target: str) -> tuple[TrainState, dict[str, Difference]]:
-    """Returns a state whose slots the target's rule goes on with, where it keeps them as another multiple.
+    """Rescales slots that the target's rule keeps as another multiple.
 
     Only where every group's decays are known; else the difference stays as it is.
     """

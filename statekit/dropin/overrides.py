@@ -154,7 +154,7 @@ def _changes_slots(state: TrainState, name: str, value: Any) -> bool:
 
 
 def _has_slots(state: TrainState, group: Group, name: str, slots: list[str]) -> bool:
-    """Tells whether a group has an option on: as it says; if it doesn't, as its slots say."""
+    """Tells whether a group has an option on, by its hyperparameters, or else by its slots."""
     if name in group.hyperparameters:
         return group.hyperparameters[name] not in (None, False)
     return any(slot in tensors for slot in slots for tensors in _slots(state, group))

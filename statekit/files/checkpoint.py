@@ -88,7 +88,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Proof:
-    """A manifest, and what it says of one checkpoint (statekit/files/integrity.py).
+    """A manifest, and its entries of one checkpoint (statekit/files/integrity.py).
 
     Attributes:
         place: The manifest's file; the checkpoint's own, if the manifest stands inside.

@@ -137,7 +137,7 @@ def _write_back(descriptor: int) -> None:
 
 @contextmanager
 def writing(place: object) -> Iterator[None]:
-    """Turns an OSError into a CommitError that says where, why, and what to do about it.
+    """Turns an OSError into a CommitError with place, reason and remedy.
 
     Raises:
         CommitError: Whatever the system reported.
@@ -194,7 +194,7 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def rename_over_empty(source: Path, target: Path) -> None:
-    """Renames a folder to the name of an empty one, which is gone with that, in one step.
+    """Renames a folder over an empty one, in one step.
 
     Raises:
         FileExistsError: Something is in it by now, or stands in its place.

@@ -36,7 +36,7 @@ class Change(Enum):
 
 @dataclass(frozen=True)
 class FileFault:
-    """A file that isn't the one that a manifest names.
+    """A file that differs from its entry in a manifest.
 
     Attributes:
         path: The file.

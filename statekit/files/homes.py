@@ -302,7 +302,7 @@ def check_space(target: Place, folder: Path, total: int) -> None:
 
 
 def _check_ours(target: Path) -> None:
-    """Refuses to replace a folder with anything in it that statekit didn't write there, or that changed since.
+    """Refuses to replace a folder with files that statekit didn't write, or that changed since.
 
     `convert` looks into files: it knows the containers that keep a manifest inside.
     """

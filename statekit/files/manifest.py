@@ -698,7 +698,7 @@ def unfinished(
     checked: FindChecked,
     around: Around,
 ) -> Unfinished:
-    """Finds where a manifest stands in a file that was written, and what depends on it.
+    """Finds the bytes of a manifest in a written file, and the checksums that depend on it.
 
     Args:
         path: The file.

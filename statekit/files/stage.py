@@ -252,7 +252,7 @@ class Stage:
         encode: Callable[[Mapping[str, Any]], bytes],
         checked: FindChecked = nothing_checked,
     ) -> None:
-        """Has the whole file's digest filled into the manifest in it, which `manifest` made; as `unfinished` has it.
+        """Fills the whole file's digest into the manifest inside it, which `manifest` made; see `unfinished`.
 
         It is filled in when the file has been read again; at once where the file is so small that opening digests it.
         """
@@ -378,7 +378,7 @@ class Stage:
         return facts, entries
 
     def _passing(self, name: str) -> Passing:
-        """Returns what takes the digest of a file that was written as it is read again."""
+        """Returns the object that digests a written file while it is read again."""
         spans = self._unfinished.spans if self._unfinished else ()
         return Passing(spans, self._leaves(name if self.kind == "folder" else ""))
 

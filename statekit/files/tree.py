@@ -241,7 +241,7 @@ class StoredPlace:
             yield from (self / name).walked()
 
     def files(self) -> Iterator[Facts]:
-        """Yields what is known of it, if it is a file, or of each file below it."""
+        """Yields the facts of the file itself, or of each file below the folder."""
         if self.facts is not None and self.facts.kind == "file":
             yield self.facts
         for entry in self.entries():

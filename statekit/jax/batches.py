@@ -49,7 +49,7 @@ def parts(grads: Arrays, stacks: Stacks, in_turn: bool) -> Iterator[tuple[Arrays
 
 
 def awaiting(array: Any, last: Any, count: jax.Array) -> Any:
-    """Returns an array as it is, which a computation on a CPU has only when another is there.
+    """Returns an array unchanged, but a computation on a CPU waits for another array before it uses it.
 
     XLA begins all parameters at once there, and keeps what each needs until its norms are known: memory that the
     system gives anew in every update, at a cost above the update's. The array is multiplied with 1, which the

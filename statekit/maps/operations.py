@@ -377,7 +377,7 @@ _SUMS = ("sum", "sum_if_uncorrelated")
 
 
 def fused_number(pieces: Sequence[Piece], name: str) -> Tensor:
-    """Returns a slot that is one number for each of some parameters, as one for them together."""
+    """Fuses a slot with one number for each of several parameters into one number for all."""
     rule = load_schema(pieces[0].schema).slots[name].fused
     weights = tuple(math.prod(piece.param.shape) for piece in pieces)
     by: By = "root_mean_square" if rule == "root_mean_square" else "sum"

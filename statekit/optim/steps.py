@@ -106,7 +106,7 @@ LOW_PRECISION = ("each_operation", "promoted", "converted")
 
 
 def rounds_of(scene: Scene, compute_dtype: str) -> Rounds:
-    """Returns which roundings the original made: as the scene says, or as it usually does by its `compute_dtype`."""
+    """Returns the original's roundings: by the scene, or the usual ones for its `compute_dtype`."""
     return execution(scene.execution or USUAL.get(compute_dtype, "compiled")).rounds
 
 

@@ -101,5 +101,5 @@ def stylesheet() -> str:
 
 @cache
 def script() -> str:
-    """Returns the one script of plots, which pages may have or not: it offers them as PNG too."""
+    """Returns the script of plots, which is optional in a page and adds the download as PNG."""
     return resources.files(PACKAGE).joinpath("statekit.js").read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ def brought_of(place: Place) -> bytes:
 
 
 def put_brought(place: Place, file: Path) -> None:
-    """Gives a worker's tree what a split read, where the store still says that it is the same.
+    """Gives a worker's tree the bytes that a split read, if the store's facts of them are unchanged.
 
     Raises:
         FormatError: The file isn't what a split writes.

@@ -189,7 +189,7 @@ class Processes:
 
 
 class _Worker:
-    """A process that does one task after the other, as it is told on its standard input."""
+    """A process that does the tasks that it reads from its standard input, one after the other."""
 
     def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

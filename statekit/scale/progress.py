@@ -184,7 +184,7 @@ def status_of(work: WorkFolder) -> Status:
 def _attempts(
     folder: Path, done: Container[int]
 ) -> tuple[tuple[Running, ...], tuple[Running, ...], list[NoteDocument]]:
-    """Returns the attempts at tasks that aren't done: those that run, those that are silent, those that failed."""
+    """Returns the running, the silent and the failed attempts at unfinished tasks."""
     notes = [note for note in _notes(folder) if note["task"] not in done]
     alive = sorted(
         map(_running, (note for note in notes if "error" not in note)), key=lambda attempt: -attempt.seconds

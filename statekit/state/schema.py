@@ -136,7 +136,7 @@ class OptimizerSchema:
         }
 
     def over_tensor(self, variant: str | None, settings: Mapping[str, Any]) -> tuple[OverTensor, ...]:
-        """Returns what an update computes over a whole parameter, as far as hyperparameters don't rule it out.
+        """Returns the computations of an update over a whole parameter that these hyperparameters allow.
 
         Args:
             variant: Whose update; where nobody knows, BATCH axes may be as any other.

@@ -209,7 +209,7 @@ def encodes(schema: str, variant: str) -> bool:
 
 
 def as_stored(state: TrainState) -> TrainState:
-    """Returns a state that was just read from where its variant stores it: bfloat16 parameters are encoded there."""
+    """Returns a state as its variant stores it: marks bfloat16 parameters as encoded."""
     variant = state.optimizer.variant
     if variant is None or not encodes(state.optimizer.schema, variant):
         return state

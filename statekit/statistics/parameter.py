@@ -41,7 +41,7 @@ _SHARED_LIMITS = ("global_norm_clip_threshold", "clipping_scale")
 def parameter_statistics(
     state: TrainState, path: str, memory: int, on_read: OnRead = lambda size: None
 ) -> dict[str, Any]:
-    """Returns what there is to see of one parameter.
+    """Returns the statistics of one parameter, its slots and its update.
 
     Args:
         state: The state; its tensors are read.

@@ -227,7 +227,7 @@ class VariableStep:
 def _batches(
     configs: Mapping[str, Hashable], values: GroupValues, grads: Mapping[str, Any], missed: Mapping[str, int]
 ) -> Iterator[tuple[int, Hashable, list[str]]]:
-    """Yields which parameters are moved by one kernel: what they missed, what their update depends on, and they."""
+    """Yields the batches that one kernel moves: missed updates, configuration, and paths of parameters."""
     batches: dict[tuple[int, Hashable, Hashable], list[str]] = {}
     for path, grad in grads.items():
         arrays = [values.params[path], *tf.nest.flatten(grad), *values.slots[path].values()]

@@ -110,7 +110,7 @@ def overlap(index: Index, box: Box) -> tuple[Index, Index] | None:
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors of one dtype that lie in the boxes of a whole one, by where each begins.
+    """One tensor, joined of tensors of one dtype by the index at which each begins.
 
     Raises:
         UsageError: They don't tile it, or have several dtypes.

@@ -152,7 +152,7 @@ class Builder:
         self._slots: dict[int, list[Slot]] = {}
 
     def add(self, above: int, name: str, node: int | None = None, value: Value | None = None) -> int:
-        """Puts a node below another one: a new one unless it is there already; returns its number."""
+        """Puts a node below another node, a new one if `node` is None; returns its number."""
         if node is None:
             node = len(self._children)
             self._children.append({})

@@ -503,5 +503,5 @@ def at(tree: Tree, path: Path) -> Any:
 
 
 def shipped_json(package: str, *names: str) -> Any:
-    """Returns what a JSON file says that ships with a package, by the names that lead to it."""
+    """Returns the content of a JSON file that ships with a package."""
     return json.loads(resources.files(package).joinpath(*names).read_text(encoding="utf-8"))

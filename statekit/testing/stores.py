@@ -217,7 +217,7 @@ def any_name_is_one(trial: TreeTrial) -> None:
 
 
 def a_thousand_names_are_listed(trial: TreeTrial) -> None:
-    """A folder has as many names as it has."""
+    """A folder of 1200 names lists each."""
     names = [f"run/{number:05}" for number in range(1200)]
     tree = trial.listed(dict.fromkeys(names, b"1"))
     assert [f"run/{name}" for name in tree.names("run")] == names

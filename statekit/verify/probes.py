@@ -135,7 +135,7 @@ def _drawn(form: _Form, param: Tensor, path: str, size: float, update: int, seed
 
 
 def _size(state: TrainState, path: str) -> float:
-    """Returns how large a parameter's gradients were, as its second moment has it; 1 where it has none."""
+    """Returns the size of a parameter's gradients by its second moment; 1 without one."""
     group = state.group_of(path)
     if group is None:
         return 1.0

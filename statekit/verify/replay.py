@@ -359,7 +359,7 @@ def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step:
 
 
 def _differences(ours: TrainState, recorded: TrainState) -> Iterator[str]:
-    """Names what isn't equal in value: exactly, or as narrowed where the file's dtype is the narrower one."""
+    """Yields the values that differ; values in a narrower dtype of the file are compared as narrowed."""
     if ours.counts.updates != recorded.counts.updates:
         yield f"step: recorded {recorded.counts.updates}, decoded {ours.counts.updates}"
     decoded_tensors, recorded_tensors = tensors_of(ours), tensors_of(recorded)

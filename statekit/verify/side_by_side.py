@@ -406,7 +406,7 @@ class SideBySide:
 
 @dataclass(frozen=True)
 class _Sides:
-    """One tensor: what the two rules call it, and its values; None where a side hasn't it."""
+    """One tensor: its keys by the two rules, and its values; None on a side that lacks it."""
 
     key: Key
     other: Key

@@ -42,7 +42,7 @@ def native_state(path: Path, stated: TrainState, hints: CheckpointRef | None = N
 
 
 def with_stated(state: TrainState, stated: TrainState) -> TrainState:
-    """Returns a state that is moved as another one says; what its groups hold stays its own."""
+    """Returns a state with another state's optimizer and rules; the slots of its groups stay."""
     groups = stated.optimizer.groups
     if any(group.slots for group in state.optimizer.groups):
         groups = tuple(

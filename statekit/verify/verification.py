@@ -88,7 +88,7 @@ class Asked:
         return self.ref.place
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the request as certificates hold it: what the user said, but for what each run decides."""
+        """Returns the request for certificates: the user's options, without those of a single run."""
         data = {name: value for name, value in vars(self).items() if name != "ref"}
         places = {"step": self.ref.step, **self.ref.options("place")}
         data |= {"source": str(self.source), "target": str(self.target), **places, **self.ref.stored()}
@@ -197,7 +197,7 @@ def _opened(asked: Asked) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]
 
 
 def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
-    """Returns the conversion that makes such a target: as the target's manifest has it, or as is asked."""
+    """Returns the request that makes such a target, from its manifest or from the user's options, and notes."""
     notes: list[str] = []
     stored = from_json((target.checkpoint.manifest or {}).get("options") or {})
     options = typed(stored, _Options, f"the manifest of {asked.target}")
@@ -543,7 +543,7 @@ def _without_value(state: TrainState) -> list[str]:
 
 
 def _beside(differences: Sequence[Difference], plan: Plan) -> tuple[list[Difference], list[str]]:
-    """Returns what differs beside parameters and slots, whose digests are compared, and what one side alone has.
+    """Returns the differences beside parameters and slots, and the parts that one side alone has.
 
     What the target has no place for isn't among it: that stands in the plan.
     """

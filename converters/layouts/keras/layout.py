@@ -346,7 +346,7 @@ def frozen_of(tree: Mapping[str, Any], every: Sequence[Variable], order: Order) 
 
 
 def sayings(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what statekit says in a file that it wrote; empty where it didn't."""
+    """Returns statekit's own records in a file; empty if another program wrote it."""
     records: Mapping[str, Any] = tree.get(ATTRIBUTES, {}).get(SAYINGS, {})
     return records
 

@@ -199,7 +199,7 @@ def _call(state: State, arguments: str) -> str:
 
 
 def _scaled(saved: SavedRun, call: str) -> str:
-    """Returns the call of an optimizer with the loss scale around it that its file has, as Keras wrote it."""
+    """Returns the call of an optimizer, inside LossScaleOptimizer if its file has one."""
     return f"keras.optimizers.LossScaleOptimizer({call})" if _is_scaled(saved) else call
 
 

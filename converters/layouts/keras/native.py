@@ -228,7 +228,7 @@ def _has_rate(signature: Signature) -> bool | None:
 
 
 def _ways(signature: Signature, shapes: Sequence[Shape], trained: Sequence[Shape]) -> Iterator[Numbered]:
-    """Yields what an optimizer's variables may be, as far as it isn't known."""
+    """Yields the ways to number an optimizer's variables that the shapes allow."""
     has_rate = _has_rate(signature)
     for rate in (True, False) if has_rate is None else (has_rate,):
         head = [ITERATION, RATE] if rate else [ITERATION]

@@ -165,7 +165,7 @@ def _decided(fits: list[Numbered], model: Sequence[Tensor]) -> list[Numbered]:
 
 
 def _choices(schema: str, variables: Sequence[Tensor], known: Mapping[str, bool]) -> Iterator[Kept]:
-    """Yields what an optimizer may keep, as far as it is not known."""
+    """Yields the sets of variables that an optimizer may keep, given the known facts."""
     # Only Keras 3 has zeros for slots that a parameter does not use, and they alone are whole numbers.
     has_zeros = any(variable.dtype.kind in "iu" for variable in variables[1:])
     facts = {**known, "placeholders": schema != "adafactor" or has_zeros}
@@ -300,7 +300,7 @@ class Named:
         return SCHEMAS[self.kind]
 
     def known_kept(self, hints: CheckpointRef) -> dict[str, bool]:
-        """Returns what is known of the variables that it keeps."""
+        """Returns the known facts about the variables that it keeps."""
         if self.kept is not None:
             return asdict(self.kept)
         stated = {**(self.config or {}), **hints.hyperparameters}

@@ -88,7 +88,7 @@ def may_move(name: str, tensor: Tensor) -> bool:
 
 
 def group_faults(node: Any, place: Place = ()) -> Iterator[tuple[str, str]]:
-    """Yields what isn't as a file of groups has it: groups and tensors by name, attributes by theirs; and where."""
+    """Yields the nodes that are neither groups nor tensors nor attributes by name, each with its place."""
     if not fits(node, dict[Name, Any]):
         yield from misfits(node, dict[Name, Any], place)
         return
@@ -162,7 +162,7 @@ def _own_variables(node: Mapping[str, Any], place: Place) -> Iterator[tuple[str,
 
 
 def _children(node: Mapping[str, Any], place: Place, filled: set[int]) -> tuple[list[str], bool]:
-    """Returns what lies below a layer, and whether it is in the order in which the layer has it."""
+    """Returns the names below a layer, and whether they are in the layer's own order."""
     keys = [
         key
         for key, child in node.items()

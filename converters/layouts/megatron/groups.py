@@ -115,7 +115,7 @@ def _complete(
 
 
 def _split(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> list[Mapping[str, Any]]:
-    """Returns one group without any weight decay as the two that the rule makes; others as they are."""
+    """Splits a single group without weight decay in two, as Megatron's rule does; other groups stay."""
     if len(groups) != 1 or groups[0].get("weight_decay") != 0 or MULTIPLIERS[0] in groups[0]:
         return list(groups)
     parts = [

@@ -408,7 +408,7 @@ def _inner(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _without_optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what isn't the optimizer's: counts and arguments, and what lies beside it, such as a scaler."""
+    """Returns all that isn't the optimizer's: counts, arguments, and neighbours such as a scaler."""
     node = common["optimizer"]
     keys = ("param_groups", "state") if "param_groups" in node else ("optimizer",)
     other_parts = {key: part for key, part in node.items() if key not in keys}
@@ -466,7 +466,7 @@ def _stated_steps(optimizer: Mapping[str, Any]) -> list[Any]:
 
 
 def _count(step: Any) -> float:
-    """Returns a count for comparing; what is none is the largest, so that it is found to be none."""
+    """Returns a count to compare; infinity for anything that is no number, so that it is reported."""
     value = step.read() if isinstance(step, Tensor) and step.shape == () else step
     return float(value) if isinstance(value, (int, float, np.ndarray, np.generic)) else np.inf
 

@@ -56,7 +56,7 @@ def _schedule_flags(state: State, saved: SavedRun) -> list[str]:
 
 
 def _scheduler(state: State, saved: SavedRun) -> list[str]:
-    """Returns Megatron-Core's scheduler with the run's schedule; nothing where it can't be that one.
+    """Returns the lines of Megatron-Core's scheduler with the run's schedule; none if it can't follow that.
 
     It counts what its caller adds: updates here. Megatron-LM adds samples.
     Source: megatron-core 0.16.1, core/optimizer_param_scheduler.py, `OptimizerParamScheduler`.

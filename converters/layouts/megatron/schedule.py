@@ -25,7 +25,7 @@ KEY = "opt_param_scheduler"
 def written_schedule(
     groups: Sequence[Mapping[str, Any]], rates: RatesOf, updates: int
 ) -> tuple[dict[str, Any], str]:
-    """Returns the state of the run's schedule, empty where there is none, and what to say of it."""
+    """Returns the state of the run's schedule, empty without one, and a note on it."""
     decays = _distinct(group.get("weight_decay") for group in groups if group.get("wd_mult", 1.0)) or [0.0]
     schedule = own_schedule(rates) if rates.schedules else _constant(_distinct(g.get("lr") for g in groups))
     why = schedule if isinstance(schedule, str) else _why_uncounted(rates, updates)

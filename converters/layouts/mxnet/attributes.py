@@ -109,7 +109,7 @@ def shared_value(
 def _factors(
     base: float, numbers: Mapping[str, float], read_factors: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns by which factor each parameter's number differs from `base`: as it was read where that holds."""
+    """Returns the factor between each parameter's number and `base`; a factor that was read stays if it holds."""
     factors = {path: factor for path, factor in read_factors.items() if path in numbers}
     for path, number in numbers.items():
         if base * factors.get(path, 1.0) != number:

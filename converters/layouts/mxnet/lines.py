@@ -79,6 +79,6 @@ def _named(saved: SavedRun, suffix: str, usual: str) -> str:
 
 
 def _suffixes(name: str) -> list[str]:
-    """Returns a file's suffix, and that before it where it is the number of a local rank, as GluonNLP writes them."""
+    """Returns a file's suffix; with a local rank's number, as GluonNLP writes it, the suffix before it too."""
     suffixes = Path(name).suffixes
     return suffixes[-2:] if suffixes and suffixes[-1][1:].isdecimal() else suffixes[-1:]

@@ -239,7 +239,7 @@ class _Partition:
 def _partition(
     groups: Sequence[Mapping[str, Any]], names: Collection[str], empty: Collection[str]
 ) -> _Partition | None:
-    """Returns the partition that a checkpoint's names show; None if it is as statekit makes it, or can't be told."""
+    """Returns the partition in a checkpoint's names; None if it is statekit's own, or unclear."""
     link = re.compile(rf"(.*)/{PARTS}/([^/]+)/{INNER}(?:/(.*))?")
     names_of: dict[str, list[str]] = {}
     above: dict[str, None] = {}

@@ -302,7 +302,7 @@ _ALONE = "without its parameters, which have to be saved beside it"
 
 
 def _of_vectors(cores: Sequence[Link]) -> str:
-    """Returns what there is of slots that are vectors for all parameters together; "" where they are by parameter.
+    """Describes slots that are one vector of all parameters; "" if each parameter has its own.
 
     Source: google-deepmind/optax, optax/transforms/_layouts.py, `flatten`.
     """
@@ -315,7 +315,7 @@ def _of_vectors(cores: Sequence[Link]) -> str:
 
 
 def _without_params(checkpoint: Checkpoint, cores: Sequence[Link]) -> Contents | None:
-    """Returns what a checkpoint holds that has an optimizer and no parameters, as `nnx.state(optimizer)` saves it."""
+    """Describes a checkpoint of an optimizer without parameters, as `nnx.state(optimizer)` saves it."""
     if not cores or has_network(tree_of(checkpoint), list(cores), SLOT_TREES):
         return None
     places = ", ".join(dict.fromkeys("/".join(map(str, link.path)) or "the top" for link in cores))

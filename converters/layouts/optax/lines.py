@@ -258,7 +258,7 @@ def _optimizer_lines(state: State, saved: SavedRun, call: Call, mask: str) -> li
 
 
 def _reading(saved: SavedRun) -> list[str]:
-    """Returns the lines that make `groups` as a checkpoint has them: from its manifest, or as statekit opens it."""
+    """Returns the lines that read `groups`, from a checkpoint's manifest or through statekit."""
     if saved.is_converted:
         manifest = quoted(saved.manifest.absolute())
         read = f'groups = json.loads(pathlib.Path({manifest}).read_text())["state"]["groups"]'

@@ -240,7 +240,7 @@ def _matrices(state: TrainState) -> Iterator[tuple[str, Rule]]:
 def _settings(
     checkpoint: Checkpoint, hints: CheckpointRef
 ) -> tuple[Mapping[str, Any], dict[str, Any], set[str]]:
-    """Returns MaxText's configuration, the hyperparameters that it and the user say, and which it says alone.
+    """Returns MaxText's configuration, its and the user's hyperparameters, and the names that it alone gives.
 
     It lies beside a checkpoint, or the user names its file: that has all options, and the optimizer's count.
     """
@@ -256,7 +256,7 @@ def _settings(
 
 
 def _configured(state: TrainState, config: Mapping[str, Any], names: Collection[str]) -> TrainState:
-    """Returns a state that says what of it a configuration says, with the schedule that this makes."""
+    """Returns a state with the hyperparameters and the schedule of a configuration."""
     schema = load_schema("adamw")
     usual = schema.variant(ADAMW)["defaults"]
     meant = {name for name in usual if schema.spelling(ADAMW, name).argument in names}
@@ -333,7 +333,7 @@ def _numbered(state: TrainState) -> TrainState:
 
 
 def _clipped(state: TrainState) -> TrainState:
-    """Returns a state whose groups say how MaxText's loop clips gradients: as base.yml does where it is not given."""
+    """Returns a state whose groups have MaxText's clipping of gradients; base.yml's if it is not given."""
     fact = Fact(
         _CLIP, _USUAL_CLIP, "assumed", "what MaxText's base.yml clips gradients by, before the optimizer"
     )

@@ -95,7 +95,7 @@ def _settings(state: State) -> dict[str, Any]:
 
 
 def _schedule(state: State, saved: SavedRun) -> list[str]:
-    """Returns the options of MaxText's cosine where the run's schedule is one; nothing where it is none.
+    """Returns the options of MaxText's cosine schedule, if the run's schedule is one.
 
     Its cosine of S steps has come to the end after S - 1, W = int(S * fraction) of them warmup.
     """

@@ -112,12 +112,12 @@ class Recognised:
         return ALIASES[self.name]
 
     def variant(self, usual: str, strange: bool) -> str | None:
-        """Returns its variant; None where other statistics around it, or what it may be, leave that open."""
+        """Returns its variant; None if several fit, or if statistics of other links lie around it."""
         several = len({ALIASES[name].variant for name in self.fitting}) > 1
         return None if strange or (several and not self.settled) else self.alias.variant or usual
 
     def notes(self) -> Iterator[str]:
-        """Yields which optimizer it is taken for, where a file doesn't say it, and what its updates are besides."""
+        """Yields assumptions: the optimizer, if no file names it, and all that its updates do besides."""
         others = [name for name in self.fitting if name != self.name]
         if others and not self.is_named:
             how = f"it is taken for {self.name}" if self.settled else f"it is shown as {self.name}"

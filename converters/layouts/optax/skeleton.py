@@ -389,7 +389,7 @@ def _held_buffers(tree: Tree, contents: Contents) -> tuple[str, ...]:
 
 
 def counted(encoded: Encoded, state: TrainState) -> Encoded:
-    """Returns a tree that says what it loses where no link counts for a schedule: where that stands.
+    """Returns an encoded state that names the schedule's step as dropped, if no link counts it.
 
     Raises:
         InexactError: Nothing but the user's word would tell its parameters again.

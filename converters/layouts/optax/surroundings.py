@@ -239,7 +239,7 @@ _INNER_FIELDS = {"inner_state", "inner_opt_state", "base_optimizer_state", "fast
 
 
 def wrapped(tree: Tree, core_links: Sequence[Link]) -> Iterator[tuple[Wrapper, Path, Mapping[str, Any]]]:
-    """Yields what core links lie in, each once: what it is, where it is, and its fields."""
+    """Yields the wrappers around core links, each once: its kind, its path and its fields."""
     places = {link.path[:depth] for link in core_links for depth in range(len(link.path))}
     for path in sorted(places, key=len):
         node = under(tree, path)

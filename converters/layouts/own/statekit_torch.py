@@ -569,7 +569,7 @@ def _paths(
 def _parts_beside(
     model: Mapping[str, Any], paths: Mapping[str, str], ours: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns what the model has beside parameters, as `extra` keeps it, and what is assumed of it."""
+    """Returns the model's ties and buffers, as `extra` keeps them, and the assumptions about them."""
     ties = ties_of({name: leaf for name, leaf in model.items() if isinstance(leaf, Tensor)}, paths)
     ties = {name: tie for name, tie in ties.items() if name not in paths}
     buffers = {name: leaf for name, leaf in model.items() if name not in paths and name not in ties}

@@ -358,7 +358,7 @@ def _without_kernels(document: Any) -> Any:
 
 
 def print_architecture() -> None:
-    """Reads a configuration from standard input, builds it without weights, and prints what it tells as one line."""
+    """Reads a configuration from standard input, builds the model without weights, and prints its names as JSON."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))

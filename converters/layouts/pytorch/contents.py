@@ -208,7 +208,7 @@ def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
 
 
 def _each_called(beside: SideBySide) -> Iterator[str]:
-    """Yields what each of several optimizers is called, where it lies, and how many parameters it moves."""
+    """Yields the name, the place and the number of parameters of each of several optimizers."""
     for place, parts in zip(beside.places, beside.each, strict=True):
         signature, count = signature_of(parts), sum(len(group["params"]) for group in parts.groups)
         name = signature.name if signature else _UNKNOWN
@@ -248,7 +248,7 @@ def _unpaired(checkpoint: Checkpoint) -> Contents | None:
 
 
 def signature_of(parts: Parts, variants: Mapping[str, str] = MappingProxyType({})) -> Signature | None:
-    """Returns the signature that an optimizer has, or that of which it has lost slots; None if none fits.
+    """Returns the signature that fits an optimizer, also if slots are lost; None if none fits.
 
     Args:
         parts: The optimizer.

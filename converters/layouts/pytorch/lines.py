@@ -161,7 +161,7 @@ def _mode_lines(state: State) -> list[str]:
 
 
 def program_lines(checkpoint: Checkpoint) -> list[str]:
-    """Returns the lines of the program that loads a whole checkpoint into what it made; none where it has no such call.
+    """Returns the lines that load a whole checkpoint in the program that saved it; none if the library has none.
 
     They need neither the parameters' names nor a known optimizer.
     """
@@ -476,7 +476,7 @@ def trainer_lines(state: State, saved: SavedRun) -> list[str]:
 
 
 def trainer_schedule(state: State, saved: SavedRun) -> tuple[list[str], str]:
-    """Returns the lines that make the schedule that Transformers' Trainer is given, and what it is given."""
+    """Returns the lines that make the schedule for Transformers' Trainer, and the argument that passes it."""
     rates = saved.rates(state)
     states = [part.value for part in saved.run.parts if part.place.endswith("/trainer_state")]
     # Trainer makes a LambdaLR by its arguments; a batch size of 0 is what a conversion writes.
@@ -532,7 +532,7 @@ def class_of(state: State) -> str:
 
 
 def _class_without_schema(state: State) -> str:
-    """Returns which class of torch.optim moved a state that has no schema; "" where it is another library's."""
+    """Returns the class of torch.optim that moved a state without a schema; "" for other libraries."""
     library, _, rest = str(state["variant"]).partition(" ")
     name = rest.partition(" ")[0]
     # The options of releases before 1.11 are those of other libraries' classes, too.

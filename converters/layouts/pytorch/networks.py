@@ -43,7 +43,7 @@ def paired(models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> dict[P
 
 
 def _words(path: Path) -> tuple[str, ...]:
-    """Returns the words of a path that say whose it is."""
+    """Returns the words of a path that name a network."""
     words = [word.lower() for key in path for word in _WORDS.findall(str(key))]
     return tuple(word for word in words if word not in _GENERIC)
 

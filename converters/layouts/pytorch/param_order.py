@@ -177,7 +177,7 @@ def _of_adapter(
     is_sorted: bool,
     source: str = MODEL_PART,
 ) -> Order | None:
-    """Returns the order of what PEFT trains in a model: adapters, and modules that it saves as wholes.
+    """Returns the order of the parameters that PEFT trains: of adapters, and of modules that it saves whole.
 
     It is None where a model has no adapter, or where the optimizer moves other parameters too.
 

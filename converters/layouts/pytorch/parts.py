@@ -116,7 +116,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None), Tensor)
 
 
 def optimizer_place(tree: Tree, key: str | None = None) -> Path | None:
-    """Returns the path of an optimizer's state: at `key`, or where others keep it, or the only one that there is.
+    """Returns the path of an optimizer's state: at `key`, at a usual place, or of the only optimizer.
 
     Keys of a path are joined by `/` in `key`; the path of one that stands alone is empty.
 
@@ -212,7 +212,7 @@ def _may_be_of(optimizer: Mapping[str, Any], model: Mapping[str, Tensor]) -> boo
 
 
 def part_place(usual: Sequence[Path], models: Mapping[Path, Any], key: str | None) -> Path | None:
-    """Returns the path of a part: at `key`, or a usual one, or the only one that there is.
+    """Returns the path of a part: at `key`, at a usual place, or of the only part.
 
     Raises:
         UsageError: There is none at the key.
@@ -320,7 +320,7 @@ def find_parts(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = 
 
 
 def _places(tree: Tree, model_key: str | None, optimizer_key: str | None) -> tuple[Path | None, Path] | None:
-    """Returns where the model is, None if it isn't there, and its optimizer; None if there is no such optimizer."""
+    """Returns the paths of the model, None if there is none, and of its optimizer; None without an optimizer."""
     if network := _network(tree, model_key, optimizer_key):
         return network
     optimizer_at = optimizer_place(tree, optimizer_key)
@@ -352,7 +352,7 @@ def _is_within(path: Path, places: Iterable[Path]) -> bool:
 
 
 def _network(tree: Tree, model_key: str | None, optimizer_key: str | None) -> tuple[Path, Path] | None:
-    """Returns the network that one key alone names, and the optimizer that names pair with it; None if they don't."""
+    """Returns the paths of a network and its optimizer, if one of the two keys is given and names pair them."""
     if (model_key is None) == (optimizer_key is None):
         return None
     pairs = networks(tree).items()
@@ -367,7 +367,7 @@ def _network(tree: Tree, model_key: str | None, optimizer_key: str | None) -> tu
 
 
 def _wrapper_of(tree: Tree, optimizer_at: Path) -> Mapping[str, Any]:
-    """Returns what an optimizer that wraps another keeps of its own; none where nothing wraps it.
+    """Returns the tensors and options that a wrapper around an optimizer keeps; empty without a wrapper.
 
     A wrapper has the wrapped one's state_dict under a key, in the place of an optimizer; or it adds tensors to that.
     """
@@ -553,7 +553,7 @@ def with_others(extra: Mapping[str, Tree], groups: Sequence[Mapping[str, Any]]) 
 
 
 def _tensors_of(others: Mapping[str, Tree], group: Mapping[str, Any]) -> dict[str, Tree]:
-    """Returns the options that were tensors of one number, as long as nobody has given them another."""
+    """Returns the options that the file stores as tensors of one number, unless they were changed."""
     return {
         key: value
         for key, value in others.items()

@@ -169,7 +169,7 @@ def _params(optimizer: Mapping[str, Any]) -> list[Any]:
 
 
 def _model_place(tree: Tree, optimizers: Sequence[Path], key: str | None) -> Path | None:
-    """Returns the path of the model that has what all the optimizers move; None if there isn't one."""
+    """Returns the path of the model that has the parameters of all optimizers; None if there is none."""
     most = sum(len(_params(at(tree, place))) for place in optimizers)
     models = {
         path: node

@@ -254,7 +254,7 @@ class TorchOptim:
         return _evidence(parts, kinds, self.form)
 
     def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
-        """Says what a file of PyTorch holds that isn't decoded; the layouts by name leave that to the one by index."""
+        """Describes a file of PyTorch that isn't decoded. The layouts by name leave that to the layout by index."""
         contents = None if self.form else contents_of(checkpoint, names)
         program = tuple(lines.program_lines(checkpoint))
         return contents and replace(contents, unnamed=_unnamed(checkpoint), program=program)
@@ -651,7 +651,7 @@ def _without_model(checkpoint: Checkpoint) -> StateError:
 
 
 def _with_experts(parts: Parts, checkpoint: Checkpoint, hints: CheckpointRef) -> Parts:
-    """Returns parts whose model has the experts of a layer as one parameter, where the optimizer moved them so."""
+    """Joins the experts of each layer into one parameter of the model, if the optimizer moved them as one."""
     is_told = hints.names_from is not None or hints.param_names is not None
     shapes = {tensor.shape for tensor in parts.model.values()}
     slots = (tensor for record in parts.state.values() for tensor in record.values())
@@ -739,7 +739,7 @@ def _refuse_merged(
 
 
 def _shown(parts: Parts, kinds: Sequence[TorchOptimizer]) -> str:
-    """Returns what shows that parts are of one optimizer, or of several in one."""
+    """Returns the evidence for one optimizer, or several, in words."""
     if any(kind.is_native for kind in kinds):
         return "an optimizer's state and its groups"
     keys = dict.fromkeys(key for kind in kinds for key in kind.keys)
@@ -803,7 +803,7 @@ def _extra(parts: Parts, names: Iterable[str], kinds: Sequence[TorchOptimizer]) 
 
 
 def _present(extra: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Returns what is there of that which a checkpoint may hold."""
+    """Returns the parts that aren't empty."""
     return {key: part for key, part in extra.items() if part}
 
 
@@ -1088,7 +1088,7 @@ def _told_by_dialect(group: Group, kind: TorchOptimizer, decoupled: tuple[bool, 
 
 
 def _of_own_class(dialect: Signature) -> Iterator[Fact]:
-    """Yields what a dialect does that PyTorch's own class doesn't, and its class where that has another form."""
+    """Yields the facts in which a dialect differs from PyTorch's own class."""
     if dialect.beyond:
         yield beyond(dialect.beyond)
     if dialect.private or dialect.beyond:

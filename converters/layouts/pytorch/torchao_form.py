@@ -87,7 +87,7 @@ def _native_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_moment(name: str, part: Any, place: str, faults: Faults) -> Any:
-    """Returns a moment as a quantized tensor; what isn't in few bits as it is."""
+    """Returns a moment of few bits as a quantized tensor; any other as it is."""
     if not isinstance(part, Record) or part.name not in PRECISIONS or name not in MOMENTS.values():
         return part
     parts = part.state if isinstance(part.state, Mapping) else {}

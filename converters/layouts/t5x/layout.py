@@ -193,7 +193,7 @@ def _described(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: Fau
 
 
 def _step(leaf: Any, faults: Faults, kinds: str) -> int:
-    """Returns the step; Orbax may hold a float, as T5X casts it with all leaves that it restores with a dtype."""
+    """Returns the step. It may be a float in Orbax, as T5X casts all leaves that it restores with a dtype."""
     is_count = isinstance(leaf, Tensor) and leaf.shape == () and leaf.dtype.kind in kinds
     scalar = leaf.read().item() if is_count else leaf
     scalar = int(scalar) if isinstance(scalar, float) and is_count and scalar.is_integer() else scalar
@@ -276,7 +276,7 @@ def members(
 def _by_momentum(
     slots_by_path: Mapping[str, NativeSlots | None],
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """Returns the moved parameters by optimizer, as their momentum shows it, and what is assumed with that."""
+    """Returns the moved parameters of each optimizer, which momentum distinguishes, and the assumptions."""
     momentum = {path: slots.momentum for path, slots in slots_by_path.items() if slots is not None}
     if {True, False} <= set(momentum.values()):
         parts = [tuple(p for p in momentum if momentum[p]), tuple(p for p in momentum if not momentum[p])]
@@ -311,7 +311,7 @@ def logical_rules(value: Any) -> Any:
 def inferred(
     all_slots: Sequence[NativeSlots], by_size: Sequence[NativeSlots], specified: Hyperparameters
 ) -> tuple[Hyperparameters, list[str]]:
-    """Returns T5X's defaults as corrected by what the slots of one optimizer's parameters prove, and what is open.
+    """Returns T5X's defaults, corrected by one optimizer's slots, and the names that stay open.
 
     Args:
         all_slots: Slots of all its parameters.
@@ -487,7 +487,7 @@ def _rules(
     settled: Hyperparameters,
     faults: Faults,
 ) -> dict[str, Rule]:
-    """Returns how each parameter is factored: as a manifest states it, else as told, else as its slots show."""
+    """Returns the rule of each parameter: by the manifest, else by the user, else by its slots."""
     rules = {}
     for path, slots in slots_by_path.items():
         by_manifest = as_t5x(Rule.from_json(stated[path]), slots.shape) if path in stated else None

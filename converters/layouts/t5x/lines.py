@@ -56,7 +56,7 @@ def _argument_lines(state: State, saved: SavedRun) -> list[str]:
 
 
 def _least_factored(state: State) -> dict[str, str]:
-    """Returns `min_dim_size_to_factor` as the slots of matrices show it, where it was only assumed."""
+    """Returns `min_dim_size_to_factor` by the slots of matrices, if it was only assumed."""
     name = "min_dim_size_to_factor"
     if any(group["known_from"].get(name, "assumed") != "assumed" for group in state["groups"]):
         return {}

@@ -285,7 +285,7 @@ class TensorFlow1:
     def _groups(
         self, named: Named, slots: Mapping[str, Any], variant: str | None, momentum: bool, updates: int
     ) -> tuple[tuple[Group, ...], list[str]]:
-        """Returns the one group, with what the variant has unless told otherwise, and what was assumed for that."""
+        """Returns the one group, with the variant's defaults for missing values, and the assumptions."""
         schema, paths = load_schema(self.schema), tuple(slots)
         if variant is None:
             candidates = ", ".join(self.makers)

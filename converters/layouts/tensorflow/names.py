@@ -91,7 +91,7 @@ def _of_variables(left: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> lis
 def _slot_of(
     name: str, pattern: re.Pattern[str], tensors: Mapping[str, Tensor]
 ) -> tuple[re.Match[str] | None, str | None]:
-    """Returns how a tensor's name is that of a slot, and the variable whose slot it is; None where it isn't."""
+    """Returns the match of a slot's name, and the slot's variable; None for each that there isn't."""
     match = pattern.fullmatch(name) if name in tensors else None
     return match, None if match is None else _variable(match["base"], tensors)
 

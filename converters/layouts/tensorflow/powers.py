@@ -43,7 +43,7 @@ def power_after(beta: float, updates: int) -> np.float32:
 
 
 def beta_of(power: np.float32, updates: int) -> float | None:
-    """Returns the shortest decimal whose power that is; None where it is of none, or has underflowed."""
+    """Returns the shortest decimal with that power; None without one, or if the power underflowed."""
     if not _TINY <= power < 1:
         return None
     root = float(power) ** (1 / (updates + 1))

@@ -87,7 +87,7 @@ class KerasWeights:
 
 
 def optimizer_name(tree: Mapping[str, Any]) -> str:
-    """Returns which optimizer a file is about, as far as it says that."""
+    """Returns the optimizer of a file in words, by name if the file has one."""
     config = config_of(tree) or listed_config(tree) or {}
     record = (config.get("compile_config") or {}).get("optimizer")
     name = called(record)[0] if isinstance(record, Mapping) else attribute(tree, OPTIMIZER, "name")

@@ -426,7 +426,7 @@ def _at_schedule(state: TrainState, asked: StepOffset, done: list[Change]) -> Tr
 
 
 def _rescaled(state: TrainState, scale: float, done: list[Change]) -> TrainState:
-    """Returns a state as a run has it whose gradients were `scale` times as large from the start."""
+    """Returns the state of a run with gradients `scale` times as large from the start."""
     faults = Faults()
     state = state.per_optimizer(lambda part: _part_rescaled(part, scale, done, faults))
     state = replace(state, extra=_extra_rescaled(state, scale, done, faults))

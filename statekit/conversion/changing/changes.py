@@ -158,7 +158,7 @@ def option(name: str) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """Something that was changed as it was asked for.
+    """A change of the run that an option of the user made.
 
     Attributes:
         asked: The option.

@@ -299,7 +299,7 @@ def _first_said(trials: Sequence[Trial], changes: Changes | None) -> list[str]:
 
 
 def _limited_note(trials: Sequence[Trial], reset: Sequence[str], largest: float) -> list[str]:
-    """Returns what the first update is before a threshold limits it, where that is another than `largest`."""
+    """Returns the first update's size before a threshold limits it, if that differs from `largest`."""
     limited = [trial for trial in trials if trial.group.hyperparameters.get("clipping_threshold") is not None]
     unlimited = [_unlimited(trial).first_update(reset) for trial in limited]
     if not unlimited or abs(max(unlimited) - largest) <= OFF_BY * largest:

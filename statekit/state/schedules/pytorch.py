@@ -246,7 +246,7 @@ def _restarts(base: float, arguments: Mapping[str, Any], warm: int, steps: int) 
 
 
 def _own_warmup(base: float, arguments: Mapping[str, Any], warm: int, steps: int) -> tuple[Piece, ...] | None:
-    """Returns a Trainer's schedule that has a warmup of its own; None where it has the usual one."""
+    """Returns the pieces of a Trainer's schedule with its own form of warmup; None if it has the usual one."""
     special = arguments["lr_scheduler_kwargs"]
     match arguments.get("lr_scheduler_type"):
         case "warmup_stable_decay":

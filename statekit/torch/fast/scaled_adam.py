@@ -178,6 +178,6 @@ def _learn(
 def fast_scaled_adam(
     variant: str, hyper: ScaledAdamHyperparameters, param: torch.Tensor
 ) -> FastScaledAdam | None:
-    """Returns the fast path of a parameter, or None if it hasn't one: one of one element."""
+    """Returns the fast path of a parameter; None if it has a single element or another rule."""
     fits = FOLLOWED.fits("scaled_adam", variant, hyper)
     return FastScaledAdam(hyper) if fits and plain(param) and param.numel() > 1 else None
