@@ -30,7 +30,7 @@ STOPPED = 128
 """Exit code of a verb that a signal stopped, less the signal's number: 143 after SIGTERM. Source: bash(1)."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a verb with nothing left behind: Ctrl-C, and what a scheduler that preempts a job sends."""
-_MOMENT = 0.05
+_AGAIN_AFTER = 0.05
 """Seconds after which a signal is raised again that a garbage collection passed over."""
 
 
@@ -44,10 +44,10 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Lets the signals of `STOPPING` end what runs, where nobody else has said what they do.
+    """Lets the signals of `STOPPING` end the verb, unless the caller handles them.
 
-    Whatever the code in which one arrives makes of it, as a library that is being imported says that it can't be, and
-    as a garbage collection passes over what its callbacks raise.
+    This holds whatever the interrupted code makes of the exception: a library may turn it into an ImportError, and a
+    garbage collection ignores what its callbacks raise.
 
     Raises:
         Stopped: One arrived.
@@ -67,11 +67,11 @@ def stoppable() -> Iterator[None]:
             sys.stderr = _NOWHERE
         raise Stopped(number)
 
-    def once_more(passed_over: sys.UnraisableHookArgs) -> None:
-        if not isinstance(passed_over.exc_value, Stopped):
-            hook(passed_over)
+    def raise_again(ignored: sys.UnraisableHookArgs) -> None:
+        if not isinstance(ignored.exc_value, Stopped):
+            hook(ignored)
         elif taken:  # raised in a moment, when the garbage collection is over
-            again = threading.Timer(_MOMENT, _thread.interrupt_main, (passed_over.exc_value.number,))
+            again = threading.Timer(_AGAIN_AFTER, _thread.interrupt_main, (ignored.exc_value.number,))
             again.daemon = True
             again.start()
 
@@ -79,7 +79,7 @@ def stoppable() -> Iterator[None]:
     taken = [number for number in STOPPING if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
     for number in taken:
         signal.signal(number, stop)
-    sys.unraisablehook = once_more
+    sys.unraisablehook = raise_again
     try:
         yield
         if arrived:
@@ -119,15 +119,15 @@ _NOWHERE = _Nowhere()
 class _QuietImport:
     """Keeps TensorFlow's own messages, which C code prints during the import, from stderr."""
 
-    _looks = False
+    _is_looking = False
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """Returns TensorFlow's spec with a quiet loader; as a finder of `sys.meta_path` does."""
-        if name != "tensorflow" or self._looks:
+        if name != "tensorflow" or self._is_looking:
             return None
-        self._looks = True
+        self._is_looking = True
         spec = find_spec(name)
-        self._looks = False
+        self._is_looking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -223,7 +223,7 @@ def statekit(debug: bool) -> None:
     """
 
 
-def _have_streams() -> None:
+def _replace_closed_streams() -> None:
     """Replaces a closed standard output or error with one that discards its text."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return shell_complete(statekit, {}, "statekit", COMPLETE, instruction)
     debug, as_json = False, "--json" in line
-    _have_streams()
+    _replace_closed_streams()
     try:
         with (
             stoppable(),
@@ -265,25 +265,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
         return USAGE
     except click.ClickException as error:
-        return _tell(UsageError(error.format_message()), USAGE, as_json, heading=_usage(error))
+        return _report(UsageError(error.format_message()), USAGE, as_json, heading=_usage(error))
     except Stopped as stopped:
-        return _tell(
+        return _report(
             StatekitError(f"Stopped by {signal.Signals(stopped.number).name}."),
             STOPPED + stopped.number,
             as_json,
         )
     except (KeyboardInterrupt, click.Abort):
-        return _tell(StatekitError("Stopped."), INTERRUPTED, as_json)
+        return _report(StatekitError("Stopped."), INTERRUPTED, as_json)
     except BrokenPipeError:  # whoever read our output has enough of it
-        _say_no_more()
+        _discard_stdout()
         return DONE
     except Exception as error:  # whatever it is, a user gets an error of ours, and --debug the traceback
         if debug:
             raise
-        return _tell(_typed(error), USAGE if isinstance(error, UsageError) else FAILED, as_json)
+        return _report(_as_ours(error), USAGE if isinstance(error, UsageError) else FAILED, as_json)
 
 
-def _say_no_more() -> None:
+def _discard_stdout() -> None:
     """Discards all further output to stdout, also at Python's end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -295,7 +295,7 @@ def _usage(error: click.ClickException) -> str:
     return f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n\n"
 
 
-def _typed(error: Exception) -> StatekitError:
+def _as_ours(error: Exception) -> StatekitError:
     """Returns an error as one of ours, with the five parts."""
     if isinstance(error, StatekitError):
         return error
@@ -311,7 +311,7 @@ def _typed(error: Exception) -> StatekitError:
     )
 
 
-def _tell(error: StatekitError, code: int, as_json: bool, heading: str = "") -> int:
+def _report(error: StatekitError, code: int, as_json: bool, heading: str = "") -> int:
     """Prints an error on stderr and, with --json, as JSON on stdout (docs/command_line.md); returns the exit code."""
     from statekit.cli.output import folded_error
 
@@ -328,5 +328,5 @@ def _tell(error: StatekitError, code: int, as_json: bool, heading: str = "") -> 
         try:
             click.echo(json.dumps(envelope, indent=2))
         except OSError:
-            _say_no_more()
+            _discard_stdout()
     return code

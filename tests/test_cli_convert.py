@@ -176,6 +176,11 @@ def test_what_a_target_has_no_place_for_or_makes_up_is_said(
         (["result"], USAGE, "doesn't say what to write"),
         (["x.pt", "--to", "nosuch"], USAGE, "No container has that name"),
         (["x.pt", "--layout", "nosuch"], USAGE, "nosuch"),
+        (
+            ["x.pt", "--layout", "AdamW"],
+            USAGE,
+            "for the container torch one of bitsandbytes-32bit",
+        ),
         (["x.pt", "--step-offset", "soon"], USAGE, "neither keep, reset nor a number"),
         (["x.pt", "--step-offset", "5"], USAGE, "from 0 to the step, 4"),
         (["x.pt", "--require", "perfect"], USAGE, "'perfect' is not one of"),

@@ -124,7 +124,7 @@ def layouts_for(
     kinds_in_words = named_kinds(kinds)
     layouts = _layouts_of(schemas)
     if name is not None:
-        card = registry.layout_card(name)
+        card = _named_layout(name, container.name)
         if not card.holds(schemas, container.name):
             alone = len(schemas) > 1 and all(schema in card.variants for schema in schemas)
             raise UsageError(
@@ -152,6 +152,24 @@ def layouts_for(
             remedy="name one with --layout, choose another container with --to, or take weights alone: --params-only",
         )
     return sorted(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
+
+
+def _named_layout(name: str, container: str) -> LayoutCard:
+    """Returns the layout of a name.
+
+    Raises:
+        UsageError: There is none; of an optimizer's name it lists the layouts that hold it in the container.
+    """
+    holding = [card.name for card in _layouts_of([name.lower()]) if container in card.containers]
+    if name in registry.layout_names() or not holding:
+        return registry.layout_card(name)
+    raise UsageError(
+        f"{name} is an optimizer, and its layout says whose files it writes.",
+        place="--layout",
+        expected=f"for the container {container} one of {', '.join(holding)}",
+        found=name,
+        remedy="leave --layout out to get the first that goes on, or name one",
+    )
 
 
 def _check_written(card: LayoutCard, container: str) -> None:
