@@ -168,9 +168,9 @@ def folded(reasons: Mapping[str, str]) -> Iterator[str]:
         yield f"{common}{f': {reason}' if reason else ''}{count}"
 
 
-def _mapped(plan: Plan, each: bool) -> Iterator[str]:
+def _mapped(plan: Plan, per_tensor: bool) -> Iterator[str]:
     """Yields what became of the source's parameters: in all, or of each with its slots."""
-    if each and len(plan.mapped) <= MAX_ROWS:
+    if per_tensor and len(plan.mapped) <= MAX_ROWS:
         for entry in plan.mapped:
             how = ", ".join((*entry.operations, *entry.slots))
             yield f"{', '.join(entry.sources)} -> {entry.target}" + (f" ({how})" if how else "")

@@ -199,21 +199,21 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def check_name(
-    kind: str, name: str, known: Iterable[str], place: str, remedy: Callable[[str], str] = lambda name: ""
+    kind: str, name: str, offered: Iterable[str], place: str, remedy: Callable[[str], str] = lambda name: ""
 ) -> str:
-    """Returns a name that somebody gave, if it is one of the known ones.
+    """Returns a name that somebody gave, if it is one of those that are offered.
 
     Args:
         kind: What bears the name: `container`, `layout`, `variant` ...
         name: The name.
-        known: The names there are.
+        offered: The names there are.
         place: The option or argument that it was given for.
         remedy: What to do about a name that means something else; "" where it means nothing.
 
     Raises:
         UsageError: It isn't; says which was probably meant.
     """
-    names = list(known)
+    names = list(offered)
     if name not in names:
         raise UsageError(
             f"There is no {kind} of that name.",

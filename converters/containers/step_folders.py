@@ -231,7 +231,7 @@ def step_checkpoint(
     step_folder: StepFolder,
     tree: Tree,
     meta: Mapping[str, Any],
-    known: set[str],
+    array_names: set[str],
     findings: tuple[Finding, ...],
     files: Files,
 ) -> Checkpoint:
@@ -242,12 +242,12 @@ def step_checkpoint(
         step_folder: The step's folder or file.
         tree: What it holds.
         meta: What the container knows besides.
-        known: Names of the folder's entries that belong to the arrays.
+        array_names: Names of the folder's entries that belong to the arrays.
         findings: What was odd.
         files: Its open files, closed with it.
     """
     gin, gin_findings = gin_settings(step_folder.path, files)
-    other_files = files_beside(step_folder.path, known, files) if step_folder.path.is_dir() else []
+    other_files = files_beside(step_folder.path, array_names, files) if step_folder.path.is_dir() else []
     around = {STEPS: list(step_folder.steps), FILES_BESIDE: other_files, "gin": gin}
     around |= {CONFIG: config} if (config := _yaml_beside(step_folder.path, files)) else {}
     findings = (*step_folder.findings, *findings, *gin_findings)
@@ -274,17 +274,17 @@ def _yaml_beside(step: Place, files: Files) -> dict[str, Any]:
     return {}
 
 
-def files_beside(folder: Place, known: set[str], files: Files) -> list[str]:
+def files_beside(folder: Place, array_names: set[str], files: Files) -> list[str]:
     """Returns the relative names of files in a step's folder that don't belong to its arrays.
 
     Args:
         folder: The step's folder.
-        known: Names of its entries that do belong to them.
+        array_names: Names of its entries that do belong to them.
         files: The checkpoint's files, whose budget holds the names.
     """
     names: list[str] = []
     for entry in listing(folder):
-        if entry.name in known or is_manifest(entry.name):
+        if entry.name in array_names or is_manifest(entry.name):
             continue
         below = [f"{entry.name}/{name}" for name in files_below(entry)] if entry.is_dir() else [entry.name]
         files.account.nodes(len(below), "The list of the files of a step", f"{entry}")

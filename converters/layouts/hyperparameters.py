@@ -27,9 +27,11 @@ class Hyperparameters:
     values: Mapping[str, Any] = field(default_factory=dict)
     known_from: Mapping[str, KnownFrom] = field(default_factory=dict)
 
-    def over(self, values: Mapping[str, Any], known: KnownFrom) -> Hyperparameters:
+    def over(self, values: Mapping[str, Any], source: KnownFrom) -> Hyperparameters:
         """Returns the hyperparameters with other values that outweigh them."""
-        return Hyperparameters({**self.values, **values}, {**self.known_from, **dict.fromkeys(values, known)})
+        return Hyperparameters(
+            {**self.values, **values}, {**self.known_from, **dict.fromkeys(values, source)}
+        )
 
     def under(self, stronger: Hyperparameters) -> Hyperparameters:
         """Returns the hyperparameters with others that outweigh them."""

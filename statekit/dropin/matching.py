@@ -116,7 +116,7 @@ def _misnamed(names: Mapping[str, str], native: Sequence[str], mine: Mapping[str
 
 
 def renamed(
-    state: TrainState, names: Mapping[str, str], place: object, ours: Iterable[str] = ()
+    state: TrainState, names: Mapping[str, str], place: object, live_names: Iterable[str] = ()
 ) -> TrainState:
     """Returns a state under a caller's names; what hyperparameters say by name is said of the new ones.
 
@@ -125,15 +125,15 @@ def renamed(
         names: Names in the checkpoint by the caller's, of parameters or of modules around them, where they differ; dots
             count as slashes.
         place: Where the state is from, for errors.
-        ours: All names of the caller. Where none are said to differ, those that only a wrapper or an adapter tells from
-            the checkpoint's are paired with these.
+        live_names: All names of the caller. Where `names` is empty, those that only a wrapper or an adapter tells
+            from the checkpoint's are paired with these.
 
     Raises:
         UsageError: The checkpoint has no such parameter, or two would have one name; lists every one.
     """
     buffers: Mapping[str, Tree] = state.extra.get(BUFFERS, {})
     native = [*state.params, *buffers]
-    names = names or _wrapped(ours, native)
+    names = names or _wrapped(live_names, native)
     if not names:
         return state
     path_by_native = {path_of(native): path_of(name) for name, native in names.items()}
@@ -164,19 +164,19 @@ def renamed(
     return replace(after_names, extra=extra)
 
 
-def _wrapped(ours: Iterable[str], native: Iterable[str]) -> dict[str, str]:
-    return wrapped_names([path_of(name) for name in ours], {path_of(name) for name in native})
+def _wrapped(live_names: Iterable[str], native: Iterable[str]) -> dict[str, str]:
+    return wrapped_names([path_of(name) for name in live_names], {path_of(name) for name in native})
 
 
-def saved_under(opened: OpenState, ours: Iterable[str]) -> dict[str, str]:
+def saved_under(opened: OpenState, live_names: Iterable[str]) -> dict[str, str]:
     """Returns a checkpoint's names by a model's, where the model's library saves parameters under other ones.
 
     Args:
         opened: The checkpoint.
-        ours: All names of the model.
+        live_names: All names of the model.
     """
     native = {path_of(name) for name in (*opened.state.params, *opened.state.extra.get(BUFFERS, {}))}
-    names = {path_of(name): name for name in ours}
+    names = {path_of(name): name for name in live_names}
     layout = registry.layout(opened.layout)
     checkpoint = opened.checkpoint
     if native & names.keys() == names.keys() or not isinstance(layout, FindsNames):

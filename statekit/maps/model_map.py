@@ -542,34 +542,34 @@ class ModelMap:
         return size if isinstance(size, int) else self.facts.get(size)
 
     def _operation(
-        self, one: Mapping[str, Any], places: Mapping[str, int], lengths: Mapping[str, int]
+        self, record: Mapping[str, Any], places: Mapping[str, int], lengths: Mapping[str, int]
     ) -> Operation:
         """Returns an operation of the map's file."""
-        axis, over = one.get("axis", 0), one.get("over", "")
-        match one["op"]:
+        axis, over = record.get("axis", 0), record.get("over", "")
+        match record["op"]:
             case "permute":
-                return Permute(tuple(one["order"]))
+                return Permute(tuple(record["order"]))
             case "merge":
-                return Merge(axis, self._told(one["outer"]))
+                return Merge(axis, self._told(record["outer"]))
             case "part":
-                return Part(axis, self._said(one["outer"]))
+                return Part(axis, self._said(record["outer"]))
             case "unstack":
                 return Unstack(axis, places[over])
             case "stack":
                 return Stack(axis, lengths[over])
             case "reorder":
-                return Reorder(axis, tuple(map(self._size, one["sizes"])), tuple(one["order"]))
+                return Reorder(axis, tuple(map(self._size, record["sizes"])), tuple(record["order"]))
             case "replicate" | "keep_first":
-                kind = Replicate if one["op"] == "replicate" else KeepFirst
-                return kind(self._size(one["count"]), one.get("axis"))
+                kind = Replicate if record["op"] == "replicate" else KeepFirst
+                return kind(self._size(record["count"]), record.get("axis"))
             case "resize":
-                lengths_of = self._size(one["from"]), self._size(one["to"])
-                return Resize(axis, *lengths_of, one["param"], one["slots"])
+                lengths_of = self._size(record["from"]), self._size(record["to"])
+                return Resize(axis, *lengths_of, record["param"], record["slots"])
             case "scale" | "cast" | "factor" | "unfactor":
-                return _of_values(one)
-        turns = self._size(one.get("turns", 1))
-        shares = one.get("shares", [1] * lengths[over])
-        if one["op"] == "split":
+                return _of_values(record)
+        turns = self._size(record.get("turns", 1))
+        shares = record.get("shares", [1] * lengths[over])
+        if record["op"] == "split":
             return Split(axis, tuple(map(self._size, shares)), places[over], turns)
         is_said = all(size in self.facts for size in shares if isinstance(size, str))
         return Concatenate(axis, lengths[over], tuple(map(self._size, shares)) if is_said else None, turns)

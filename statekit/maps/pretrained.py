@@ -62,13 +62,13 @@ class Pretrained:
         return cls(data["class"], data["files"], data.get("after_loading", {}), data.get("remark", ""))
 
     def made(
-        self, model: Model, said: Mapping[str, Any], name: str, beside: str = ""
+        self, model: Model, settings: Mapping[str, Any], name: str, beside: str = ""
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Returns the files' contents, and what was taken that nobody knows, in sentences.
 
         Args:
             model: The model.
-            said: The values of `--config`, and of the file beside the checkpoint.
+            settings: The values of `--config`, and of the file beside the checkpoint.
             name: The map's, for errors.
             beside: That file, if there is one.
 
@@ -85,9 +85,9 @@ class Pretrained:
             except StateError as error:
                 faults.add(error.subject, key)
                 continue
-            value = said.get(key, proven)
-            if value is not None and key not in said:
-                value = proven = _with_parts(value, rule, said, missing)
+            value = settings.get(key, proven)
+            if value is not None and key not in settings:
+                value = proven = _with_parts(value, rule, settings, missing)
             if value is None:
                 missing.add("isn't told by the checkpoint", key)
                 continue
@@ -107,11 +107,11 @@ class Pretrained:
             remedy="say it: --config KEY=VALUE, or --config config.json with the model's",
         )
         meant = {part for _, _, rule in self._rules() for part in rule.get("with", ())} | model.chosen.keys()
-        others = {key: value for key, value in said.items() if key not in values and key not in meant}
+        others = {key: value for key, value in settings.items() if key not in values and key not in meant}
         files[self.main].update(others)
-        return files, tuple(self._sentences(values, said, others))
+        return files, tuple(self._sentences(values, settings, others))
 
-    def check(self, model: Model, said: Mapping[str, Any], name: str) -> None:
+    def check(self, model: Model, settings: Mapping[str, Any], name: str) -> None:
         """Refuses a model whose parameters contradict one another, or what was said, whatever else nobody says.
 
         Raises:
@@ -127,7 +127,7 @@ class Pretrained:
             except StateError as error:
                 faults.add(error.subject, key)
                 continue
-            if (value := said.get(key, proven)) is not None:
+            if (value := settings.get(key, proven)) is not None:
                 values[key] = value
         faults.check(
             StateError,

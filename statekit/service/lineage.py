@@ -54,10 +54,10 @@ def _name(checkpoint: Checkpoint) -> str:
     return f"checkpoint-{checkpoint.id}"
 
 
-def _edges(connection: Connection, one: Checkpoint, written: _Written) -> Iterator[tuple[Edge, Node]]:
+def _edges(connection: Connection, checkpoint: Checkpoint, written: _Written) -> Iterator[tuple[Edge, Node]]:
     """Yields the edges at a checkpoint, each with the node at its other end."""
     table = CHECKPOINTS.c
-    row = connection.execute(select(CHECKPOINTS).where(table.id == one.id)).one()
+    row = connection.execute(select(CHECKPOINTS).where(table.id == checkpoint.id)).one()
     if row.made is not None:
         sources = [
             source
@@ -68,20 +68,22 @@ def _edges(connection: Connection, one: Checkpoint, written: _Written) -> Iterat
             yield _made(source, row, written), Node(_name(source), source)
         if not sources:
             told_source = row.made["source"]
-            node = Node(f"digest-{told_source.get('digest') or f'of-{one.id}'}", None, told_source)
+            node = Node(f"digest-{told_source.get('digest') or f'of-{checkpoint.id}'}", None, told_source)
             yield _edge(node.id, row, None), node
-    for target in _made_of(connection, one):
+    for target in _made_of(connection, checkpoint):
         yield (
-            _made(one, target, written),
+            _made(checkpoint, target, written),
             Node(f"checkpoint-{target.id}", checkpoint_of(connection, target.id)),
         )
     proofs = select(JOBS.c.id).join(SUBJECTS, SUBJECTS.c.job == JOBS.c.id)
-    proven = proofs.where(JOBS.c.kind == "verify", JOBS.c.state == "done", SUBJECTS.c.checkpoint == one.id)
+    proven = proofs.where(
+        JOBS.c.kind == "verify", JOBS.c.state == "done", SUBJECTS.c.checkpoint == checkpoint.id
+    )
     for job in connection.execute(proven.order_by(JOBS.c.id)).scalars().all():
         numbers = subjects_of(connection, job)
         data = connection.scalar(select(RESULTS.c.data).where(RESULTS.c.job == job)) or {}
         ends = [f"checkpoint-{number}" for number in numbers]
-        other = checkpoint_of(connection, numbers[1] if numbers[0] == one.id else numbers[0])
+        other = checkpoint_of(connection, numbers[1] if numbers[0] == checkpoint.id else numbers[0])
         edge = Edge(ends[0], ends[1], "verify", job, None, {}, None, data.get("verdict"), data.get("digest"))
         yield edge, Node(_name(other), other)
 
@@ -90,14 +92,14 @@ def _with_digest(connection: Connection, digest: str | None) -> tuple[Checkpoint
     return checkpoints_of(connection, CHECKPOINTS.c.digest == digest) if digest else ()
 
 
-def _made_of(connection: Connection, one: Checkpoint) -> list[Row[Any]]:
+def _made_of(connection: Connection, checkpoint: Checkpoint) -> list[Row[Any]]:
     """Returns the rows of what was made of a checkpoint."""
-    if one.digest is None:
+    if checkpoint.digest is None:
         return []
     rows: Sequence[Any] = connection.execute(
-        select(CHECKPOINTS).where(CHECKPOINTS.c.source_digest == one.digest).order_by(CHECKPOINTS.c.id)
+        select(CHECKPOINTS).where(CHECKPOINTS.c.source_digest == checkpoint.digest).order_by(CHECKPOINTS.c.id)
     ).all()
-    return [row for row in rows if _is_of(one, row) and _is_before(connection, one, row)]
+    return [row for row in rows if _is_of(checkpoint, row) and _is_before(connection, checkpoint, row)]
 
 
 def _is_of(source: Checkpoint, target: Row[Any]) -> bool:

@@ -111,7 +111,7 @@ def _faulty_value(value: Any, canonical: str, place: str, fault: str) -> str:
 def read_options(
     schema: str,
     variant: str,
-    said: Mapping[str, Any],
+    given_values: Mapping[str, Any],
     *,
     rate: str = "learning_rate",
     unchecked: Callable[[Any], bool] = lambda value: False,
@@ -125,7 +125,7 @@ def read_options(
     Args:
         schema: Name of the schema.
         variant: Whose rule.
-        said: Name -> value.
+        given_values: Name -> value.
         rate: What the learning rate is called, which isn't an option.
         unchecked: Whether a value can't be looked at, as in a traced computation.
 
@@ -139,7 +139,7 @@ def read_options(
     places: dict[str, str] = {}
     faults: list[tuple[str, str]] = []
     remedies: dict[str, None] = {}
-    for name, value in _whole(rules, variant, natives, said).items():
+    for name, value in _whole(rules, variant, natives, given_values).items():
         parts = _meanings(name, value, canonical_names, natives)
         if not parts:
             elsewhere = _elsewhere(rules, variant, name, rate)
@@ -238,7 +238,7 @@ def _only_native(
 def read_hparams(
     schema: str,
     variant: str | None,
-    said: Mapping[str, Any],
+    given_values: Mapping[str, Any],
     *,
     only: Collection[str] | None = None,
     also: Mapping[str, str] = MappingProxyType({}),
@@ -249,19 +249,19 @@ def read_hparams(
     Args:
         schema: Name of the schema.
         variant: Whose own names are known too; None while nobody knows which one it is.
-        said: Name -> value.
+        given_values: Name -> value.
         only: The schema's hyperparameters that a layout has a meaning for; None for all.
         also: Further names that a layout knows, each with the canonical one.
         unchecked: Names that may be said beside the schema's, or whose values the layout reads itself.
     """
     rules = load_schema(schema)
     natives = native_options(schema, variant) if variant is not None else {}
-    native = _only_native(said, natives, rules)
+    native = _only_native(given_values, natives, rules)
     read = read_options(schema, str(variant), native) if native else Options({})
     values, faults, remedies = dict(read.values), [*read.faults], {read.remedy: None}
     rates = dict.fromkeys(RATE_NAMES, RATE_NAMES[0])
     meant_names = (*(only or rules.hyperparameters), *natives, *also, *unchecked)
-    for name, value in said.items():
+    for name, value in given_values.items():
         if name in native:
             continue
         canonical = name if name in rules.hyperparameters else also.get(name, name)
@@ -289,7 +289,7 @@ def _value_fault(rules: OptimizerSchema, name: str, value: Any) -> str | None:
 def checked_hparams(
     schema: str,
     variant: str | None,
-    said: Mapping[str, Any],
+    values: Mapping[str, Any],
     *,
     only: Collection[str] | None = None,
     also: Mapping[str, str] = MappingProxyType({}),
@@ -300,7 +300,7 @@ def checked_hparams(
     Raises:
         UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
     """
-    options = read_hparams(schema, variant, said, only=only, also=also, unchecked=unchecked)
+    options = read_hparams(schema, variant, values, only=only, also=also, unchecked=unchecked)
     names = load_schema(schema).hyperparameters if only is None else only
     Faults(options.faults).check(
         UsageError,

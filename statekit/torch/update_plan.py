@@ -168,14 +168,14 @@ def _kind(path: str, param: torch.Tensor, rule: Rule | None, slots: Slots, group
 def _fault(
     steps: Steps,
     group: ParamGroup,
-    known: Group,
+    whole: Group,
     path: str,
     param: torch.Tensor,
     rule: Rule | None,
     slots: Slots,
 ) -> str:
     """Returns why the reference text can't step a parameter; "" if it can."""
-    alone = Group((path,), known.hyperparameters)
+    alone = Group((path,), whole.hyperparameters)
     state = TrainState(
         {path: _described(param)},
         {path: {name: _described(slot) for name, slot in slots.items()}},
@@ -185,7 +185,7 @@ def _fault(
     )
     try:
         steps.check(state, alone)
-        steps.settle(known, path, rule, group["variant"])
+        steps.settle(whole, path, rule, group["variant"])
     except (UnknownRuleError, StateError) as error:
         return f"unknown: {error.expected}" if error.found is None else f"{error.found}: {error.subject}"
     except KeyError:

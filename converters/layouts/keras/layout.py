@@ -185,9 +185,9 @@ class Keras:
         return Encoded(tree, state.counts.updates, exactness, left_out(state, "tree", "places"))
 
     def _encode_native(
-        self, state: TrainState, home: Mapping[str, Any], said: Mapping[str, Any] | None = None
+        self, state: TrainState, home: Mapping[str, Any], arguments_given: Mapping[str, Any] | None = None
     ) -> Encoded:
-        """Returns the file's tree for an optimizer as its class has it; `said` are arguments that may differ."""
+        """Returns the file's tree for an optimizer as its class has it; the given arguments may differ."""
         rows = native.native_rows(state, home, self.name)
         kind = str(state.optimizer.variant)
         tree = model_tree(state, home, {"class": kind, native.ROWS: home[native.ROWS]})
@@ -198,8 +198,8 @@ class Keras:
         tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **entries}}
         if INNER in tree[OPTIMIZER] and origin_in_keras2(home) == self.name:
             tree[OPTIMIZER][INNER] = {VARIABLES: entries}
-        if said is not None:
-            with_config(tree, "keras.optimizers", kind, None, said)
+        if arguments_given is not None:
+            with_config(tree, "keras.optimizers", kind, None, arguments_given)
         return Encoded(tree, state.counts.updates, {}, left_out(state, "tree", "places"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
@@ -227,7 +227,7 @@ def _native_signature(tree: Mapping[str, Any], config: Any, given: str | None) -
     """Returns which optimizer without a schema a file is about; of Keras 2 the config says it alone."""
     if is_keras2(tree):
         return config_signature(config, True)
-    return native.told(config, attribute(tree, OPTIMIZER, "name"), sayings(tree).get("class"), given)
+    return native.signature_in(config, attribute(tree, OPTIMIZER, "name"), sayings(tree).get("class"), given)
 
 
 def _native_state(
@@ -402,13 +402,15 @@ def _order(
     return saved
 
 
-def model_tree(state: TrainState, home: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+def model_tree(
+    state: TrainState, home: Mapping[str, Any], own_attributes: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the tree of a model's variables, without the optimizer's.
 
     Args:
         state: The state.
         home: What it has from a file of Keras.
-        said: What statekit shall say in the file besides the names of variables.
+        own_attributes: What statekit shall say in the file besides the names of variables.
     """
     skeleton = home.get("tree", {})
     placed = {path: tuple(place) for path, place in home.get("places", {}).items()}
@@ -425,7 +427,7 @@ def model_tree(state: TrainState, home: Mapping[str, Any], said: Mapping[str, An
         names.append([list(place), path, path in {*moved}])
         put(tree, place, state.params[path], () if path in placed else place[:-2])
     whole = merged(skeleton, tree)
-    attributes = {**whole.get(ATTRIBUTES, {}), SAYINGS: {**said, "variables": names}}
+    attributes = {**whole.get(ATTRIBUTES, {}), SAYINGS: {**own_attributes, "variables": names}}
     return {ATTRIBUTES: attributes, **{key: part for key, part in whole.items() if key != ATTRIBUTES}}
 
 

@@ -64,24 +64,24 @@ def is_of_its_class(state: TrainState) -> bool:
     return MATRICES in state.optimizer.kinds and {*state.optimizer.kinds} <= {MATRICES, REST}
 
 
-def apart(state: TrainState, settings: Mapping[str, Any] | None, known: ManifestRecord | None) -> TrainState:
+def apart(state: TrainState, settings: Mapping[str, Any] | None, record: ManifestRecord | None) -> TrainState:
     """Returns the state of Muon and Adam, of one as Keras names its slots.
 
     Args:
         state: The state of the class, under Keras' own names.
         settings: The arguments of the class; None where no file has them.
-        known: What a conversion's manifest says of both.
+        record: What a conversion's manifest says of both.
     """
     home = dict(state.extra[HOME])
     accumulated = {p: slots[ACCUMULATOR] for p, slots in state.slots.items() if ACCUMULATOR in slots}
     home |= {"gradient_accumulators": accumulated} if accumulated else {}
     home |= {} if ["", RATE] in home[ROWS] else {"schedule": True}
-    if known is not None:
-        groups, kinds = [group.group() for group in known.groups], list[Kind](known.kinds)
+    if record is not None:
+        groups, kinds = [group.group() for group in record.groups], list[Kind](record.kinds)
     else:
         groups, kinds = _groups(state, settings)
     slots = {path: _canonical(kept) for path, kept in state.slots.items()}
-    notes = [*state.assumptions, *(known.assumptions if known else _notes(settings, groups))]
+    notes = [*state.assumptions, *(record.assumptions if record else _notes(settings, groups))]
     extra = {**state.extra, HOME: home}
     return replace(
         state, slots=slots, optimizer=Optimizer.of(groups, kinds), extra=extra, assumptions=tuple(notes)

@@ -117,13 +117,13 @@ def usual_name(kind: str) -> str:
     return str(_known().get(kind, {}).get("name", snake_case(kind)))
 
 
-def told(config: Any, name: Any, said: Any, given: str | None) -> Signature | None:
+def signature_in(config: Any, name: Any, written_class: Any, given: str | None) -> Signature | None:
     """Returns which optimizer without a schema a file is about; None if nothing tells one.
 
     Args:
         config: The model's.
         name: What the optimizer is called.
-        said: The class that statekit wrote.
+        written_class: The class that statekit wrote.
         given: The class that the user names, however it is written.
     """
     compiled = config.get("compile_config") if isinstance(config, Mapping) else None
@@ -132,8 +132,8 @@ def told(config: Any, name: Any, said: Any, given: str | None) -> Signature | No
         kind, settings = called(record)
         is_own = record.get("registered_name") is None and kind in SCHEMAS
         return None if is_own or settings is None else signature_of(kind, settings)
-    if fits(said, Name):
-        return None if said in SCHEMAS else signature_of(said)
+    if fits(written_class, Name):
+        return None if written_class in SCHEMAS else signature_of(written_class)
     plain_name = re.sub(r"_\d+$", "", name) if isinstance(name, str) else ""
     wanted = (given or "").replace("_", "").casefold()
     kinds = (k for k, card in _known().items() if card["name"] == plain_name or k.casefold() == wanted)
@@ -332,7 +332,7 @@ def native_state(
     moved: Mapping[str, Tensor],
     frozen: Mapping[str, Tensor],
     home: Mapping[str, Any],
-    known: ManifestRecord | None,
+    record: ManifestRecord | None,
     hints: CheckpointRef,
     notes: Sequence[str] = (),
 ) -> TrainState:
@@ -344,7 +344,7 @@ def native_state(
         moved: The parameters that it moves, in its order.
         frozen: Those that it doesn't.
         home: What a file of this kind holds besides.
-        known: What a conversion's manifest says.
+        record: What a conversion's manifest says.
         hints: What the user says.
         notes: What was assumed.
 
@@ -357,7 +357,7 @@ def native_state(
             slots.setdefault(path, {})[name] = tensor
     alone = {name: tensor for path, name, tensor in rows if path is None}
     _check_single(alone)
-    settings = _settings(signature, known)
+    settings = _settings(signature, record)
     if RATE in alone:
         settings[RATE] = float(alone[RATE].read())
     calls = _calls(alone)

@@ -120,21 +120,21 @@ def _placeholder(slot: str, shape: Shape) -> Tensor | None:
 
 
 def numbered(
-    schema: str, variables: Sequence[Tensor], known: Mapping[str, bool], model: Sequence[Tensor] = ()
+    schema: str, variables: Sequence[Tensor], flags: Mapping[str, bool], model: Sequence[Tensor] = ()
 ) -> Numbered:
     """Tells an optimizer's variables apart.
 
     Args:
         schema: The optimizer.
         variables: In their order.
-        known: What is known of what it keeps: `rate`, `average`, `accumulate`, `amsgrad`.
+        flags: What is known of what it keeps: `rate`, `average`, `accumulate`, `amsgrad`.
         model: All variables that it may move, which decide where its own leave several ways open.
 
     Raises:
         StateError: They aren't the variables of such an optimizer, or could be several ways.
     """
     shapes = [tensor.shape for tensor in model]
-    ways = (_fit(schema, variables, kept, shapes) for kept in _choices(schema, variables, known))
+    ways = (_fit(schema, variables, kept, shapes) for kept in _choices(schema, variables, flags))
     fits = [fit for fit in ways if fit is not None]
     fits = _decided(fits, model)
     if len(fits) == 1:
@@ -164,11 +164,11 @@ def _decided(fits: list[Numbered], model: Sequence[Tensor]) -> list[Numbered]:
     return fits
 
 
-def _choices(schema: str, variables: Sequence[Tensor], known: Mapping[str, bool]) -> Iterator[Kept]:
+def _choices(schema: str, variables: Sequence[Tensor], flags: Mapping[str, bool]) -> Iterator[Kept]:
     """Yields the sets of variables that an optimizer may keep, given the known facts."""
     # Only Keras 3 has zeros for slots that a parameter does not use, and they alone are whole numbers.
     has_zeros = any(variable.dtype.kind in "iu" for variable in variables[1:])
-    facts = {**known, "placeholders": schema != "adafactor" or has_zeros}
+    facts = {**flags, "placeholders": schema != "adafactor" or has_zeros}
     options = ("rate", "average", "accumulate", *(("amsgrad",) if schema == "adamw" else ()), "placeholders")
     for choice in itertools.product(*((facts[o],) if o in facts else (True, False) for o in options)):
         yield Kept(**dict(zip(options, choice, strict=True)))
@@ -407,20 +407,20 @@ class Parts:
     home: Mapping[str, Any] = field(default_factory=dict)
 
 
-def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: CheckpointRef) -> TrainState:
+def state_of(parts: Parts, key: str, record: ManifestRecord | None, hints: CheckpointRef) -> TrainState:
     """Returns the canonical state.
 
     Args:
         parts: The run.
         key: Key in `extra` for its home.
-        known: What a conversion's manifest says.
+        record: What a conversion's manifest says.
         hints: What the user says, in Keras' names or canonical ones.
 
     Raises:
         StateError: It makes no state.
         UsageError: A hint that the schema doesn't know.
     """
-    groups, notes = _groups(parts, known)
+    groups, notes = _groups(parts, record)
     slots, rules, home = _slots(parts)
     calls = int(parts.numbered.iteration.read())
     if calls < 0:
@@ -439,10 +439,10 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Checkp
     return hints.applied(state)
 
 
-def _groups(parts: Parts, known: ManifestRecord | None) -> tuple[tuple[Group, ...], list[str]]:
+def _groups(parts: Parts, record: ManifestRecord | None) -> tuple[tuple[Group, ...], list[str]]:
     """Returns the groups, with their hyperparameters, and what was assumed."""
-    if known is not None and known.groups:
-        return tuple(member.group() for member in known.groups), list(known.assumptions)
+    if record is not None and record.groups:
+        return tuple(member.group() for member in record.groups), list(record.assumptions)
     settings, notes = _settings(parts)
     given = parts.named.given
     facts = () if given is None else (Fact("optimizer", given, "given"),)

@@ -111,13 +111,13 @@ class Own:
         groups = (self.config or {}).get(GROUPS) or ()
         return tuple(dict.fromkeys((self.schema, *(g["schema"] for g in groups if "schema" in g))))
 
-    def said(self, name: str, usual: Any = None) -> Any:
+    def argument(self, name: str, usual: Any = None) -> Any:
         """Returns an argument."""
         return (self.config or {}).get(name, usual)
 
     def variable_of(self, path: str) -> str:
         """Returns the path of the variable that goes by a canonical path."""
-        names = self.said("names", {})
+        names = self.argument("names", {})
         return next((here for here, stored in names.items() if stored == path), path)
 
 
@@ -174,7 +174,7 @@ def own_state(
     moved: Mapping[str, Tensor],
     frozen: Mapping[str, Tensor],
     extra: Mapping[str, Any],
-    known: ManifestRecord | None,
+    record: ManifestRecord | None,
     hints: CheckpointRef,
 ) -> TrainState:
     """Returns the canonical state.
@@ -185,7 +185,7 @@ def own_state(
         moved: The parameters that have slots, in the model's order; slots stand in that of groups.
         frozen: Other parameters.
         extra: What the files hold besides.
-        known: What a conversion's manifest says.
+        record: What a conversion's manifest says.
         hints: What the user says.
 
     Raises:
@@ -193,7 +193,7 @@ def own_state(
         UsageError: A hint that the schema doesn't know.
     """
     schemas = _shown_schemas(optimizer, named)
-    variant = optimizer.said("variant") or (known.variant if known else None)
+    variant = optimizer.argument("variant") or (record.variant if record else None)
     by_user = {schema: hint.variant for schema, hint in hints.of({*schemas.values()}).items()}
     variants = {
         schema: by_user[schema] or (variant if schema == optimizer.schema else None) for schema in by_user
@@ -203,15 +203,15 @@ def own_state(
     _check_scalars(rate, iteration, faults)
     faults.check(StateError, subject)
     assert iteration is not None  # it would be a fault
-    groups, notes = _groups(optimizer, variants, schemas, rate, known)
+    groups, notes = _groups(optimizer, variants, schemas, rate, record)
     owned = [(replace(g, slots=named.get(f"{GROUPS}/{i}", {})), kind) for i, (g, kind) in enumerate(groups)]
     mover = Optimizer.of(*zip(*owned, strict=True)) if owned else Optimizer(optimizer.schema, variant, ())
     slots, other_slots = _slots(owned, {path: named[path] for path in moved})
     rules = _rules(optimizer, moved, slots, owned, faults)
-    rules |= {path: Rule.from_json(rule) for path, rule in known.rules.items()} if known else {}
+    rules |= {path: Rule.from_json(rule) for path, rule in record.rules.items()} if record else {}
     faults.check(StateError, subject)
     calls = int(iteration.read())
-    counts = _counts(optimizer, calls, moved, known)
+    counts = _counts(optimizer, calls, moved, record)
     home = {**extra.get(HOME, {}), "class": optimizer.kind, "iteration": calls, "beside": other_slots}
     home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
     home |= _rate_home(_first_rate(mover.groups), 0.0 if rate is None else float(rate.read()))
@@ -251,14 +251,14 @@ def _slots(
     return slots, other_slots
 
 
-def _counts(optimizer: Own, calls: int, moved: Collection[str], known: ManifestRecord | None) -> Counts:
+def _counts(optimizer: Own, calls: int, moved: Collection[str], record: ManifestRecord | None) -> Counts:
     """Returns the updates done, which several calls may make together, and those that parameters have missed."""
-    updates = calls // (optimizer.said("gradient_accumulation_steps") or 1)
-    missed = {path: int(n) for path, n in optimizer.said("missed", {}).items()}
-    if known and not missed:  # files of weights alone have no config that says it
-        missed = {path: updates - n for path, n in known.behind.items()}
+    updates = calls // (optimizer.argument("gradient_accumulation_steps") or 1)
+    missed = {path: int(n) for path, n in optimizer.argument("missed", {}).items()}
+    if record and not missed:  # files of weights alone have no config that says it
+        missed = {path: updates - n for path, n in record.behind.items()}
     behind = {path: updates - n for path, n in missed.items() if path in moved}
-    return Counts(updates, known.schedule if known else calls, behind)
+    return Counts(updates, record.schedule if record else calls, behind)
 
 
 def _rate_home(first: float | None, base: float) -> dict[str, float]:
@@ -272,7 +272,7 @@ def _rate_home(first: float | None, base: float) -> dict[str, float]:
 
 def _factors_home(optimizer: Own, groups: Sequence[Group], rate: Tensor | None) -> dict[str, list[float]]:
     """Returns what each group multiplies a schedule's rate by; without a schedule the rate of each group says it."""
-    entries = (optimizer.said(GROUPS) or ()) if rate is None else ()
+    entries = (optimizer.argument(GROUPS) or ()) if rate is None else ()
     by_path = {path: float(entry.get(FACTOR, 1.0)) for entry in reversed(entries) for path in entry["paths"]}
     factors = [by_path.get(path, 1.0) for path in (group.paths[0] for group in groups)]
     return {RATE_FACTORS: factors} if {*factors} - {1.0} else {}
@@ -307,16 +307,16 @@ def _groups(
     variants: Mapping[str, str | None],
     schemas: Mapping[str, str],
     rate: Tensor | None,
-    known: ManifestRecord | None,
+    record: ManifestRecord | None,
 ) -> tuple[list[Owned], list[str]]:
     """Returns the groups in the order in which the optimizer has them, each with whose rule moves it."""
     variant, value = variants.get(optimizer.schema), None if rate is None else float(rate.read())
-    if known is not None and known.groups and (known.variant == variant or len({*known.kinds}) > 1):
-        recorded = [group.group() for group in known.groups]
-        return list(zip(recorded, known.kinds, strict=True)), list(known.assumptions)
+    if record is not None and record.groups and (record.variant == variant or len({*record.kinds}) > 1):
+        recorded = [group.group() for group in record.groups]
+        return list(zip(recorded, record.kinds, strict=True)), list(record.assumptions)
     if optimizer.config is not None and variant is not None:
         return _configured(
-            optimizer, variant, tuple(schemas), value if optimizer.said(RATE) is not None else None
+            optimizer, variant, tuple(schemas), value if optimizer.argument(RATE) is not None else None
         ), []
     pairs = [
         _assumed(schema, variants.get(schema), tuple(p for p in schemas if schemas[p] == schema), value)
@@ -399,7 +399,7 @@ def _rules(
     faults: Faults,
 ) -> dict[str, Rule]:
     """Returns how each parameter is factored: as the config says, as the variant does, or as the slots' shapes show."""
-    recorded = optimizer.said("rules", {})
+    recorded = optimizer.argument("rules", {})
     rules = {path: Rule.from_json(recorded[path]) for path in moved if path in recorded}
     for group, (schema, variant) in groups:
         if schema != "adafactor":
@@ -485,8 +485,8 @@ def _first_rate(groups: Sequence[Group]) -> float | None:
 def _settings_before(before: Own, rate: Any) -> dict[str, Any]:
     """Returns the name, the compilation and the rate that the file had; a known `rate` goes first."""
     config = before.config or {}
-    settings = {name: before.said(name) for name in ("name", "jit_compile") if name in config}
-    return {**settings, RATE: before.said(RATE) if rate is None else rate}
+    settings = {name: before.argument(name) for name in ("name", "jit_compile") if name in config}
+    return {**settings, RATE: before.argument(RATE) if rate is None else rate}
 
 
 def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
@@ -578,7 +578,7 @@ def _parted(
 def _by_parameter(state: TrainState, before: Own | None) -> dict[str, Any]:
     """Returns what the class keeps of single parameters: rules, other names, and updates that they have missed."""
     paths = set(state.optimizer.paths)
-    names = before.said("names", {}) if before else {}
+    names = before.argument("names", {}) if before else {}
     parts = {
         "rules": {path: rule.to_json() for path, rule in state.rules.items() if state.group_of(path)},
         "names": {here: stored for here, stored in names.items() if stored in paths},

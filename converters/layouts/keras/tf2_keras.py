@@ -153,7 +153,7 @@ class KerasGraph:
         owners = [native.owner_of(name, [*moved]) for name in names]
         frozen = frozen_keys(tree, optimizer)
         placed = {name: key for key, name in optimizer.moved} | frozen
-        signature = native.told(None, optimizer.name, None, hints.optimizer)
+        signature = native.signature_in(None, optimizer.name, None, hints.optimizer)
         return muon.class_state(
             signature or native.signature_of(optimizer.name),
             [(path, slot, tensor) for (path, slot), tensor in zip(owners, values, strict=True)],

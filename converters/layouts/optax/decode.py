@@ -371,20 +371,20 @@ def stated(checkpoint: Checkpoint, schemas: Sequence[str], slots: Sequence[Slots
     return manifest if schema_of == moved else None
 
 
-def groups_of(known: ManifestRecord, specified: Mapping[str, Mapping[str, Any]]) -> list[Group]:
+def groups_of(manifest: ManifestRecord, specified: Mapping[str, Mapping[str, Any]]) -> list[Group]:
     """Returns the groups of a manifest, with what else is told, by schema."""
     return [
         replace(
             group_of(member.paths, member.hyperparameters.over(specified.get(schema, {}), "given")),
             facts=member.facts,
         )
-        for member, (schema, _) in zip(known.groups, known.kinds, strict=True)
+        for member, (schema, _) in zip(manifest.groups, manifest.kinds, strict=True)
     ]
 
 
-def group_of(paths: Sequence[str], known: Hyperparameters) -> Group:
+def group_of(paths: Sequence[str], hyperparameters: Hyperparameters) -> Group:
     """Returns a group with its hyperparameters; factor rules aren't among them."""
-    kept = known.without(FACTOR_MAP)
+    kept = hyperparameters.without(FACTOR_MAP)
     return Group(tuple(paths), dict(kept.values), dict(kept.known_from))
 
 
@@ -412,7 +412,7 @@ def given_rule(
     return rule
 
 
-def rules_of(known: ManifestRecord, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+def rules_of(manifest: ManifestRecord, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Returns the rules of a manifest, outweighed by those that were given."""
     given = {path: rule for path, rule in rules.items() if rule.known_from == "given"}
-    return {**{path: Rule.from_json(rule) for path, rule in known.rules.items()}, **given}
+    return {**{path: Rule.from_json(rule) for path, rule in manifest.rules.items()}, **given}

@@ -42,13 +42,13 @@ def native_names(schema: OptimizerSchema) -> dict[str, str]:
     return names
 
 
-def canonical(schema: OptimizerSchema, said: Mapping[str, Any], usual: str = VARIANT) -> dict[str, Any]:
+def canonical(schema: OptimizerSchema, values: Mapping[str, Any], usual: str = VARIANT) -> dict[str, Any]:
     """Returns hyperparameters under their canonical names, from those, from Optax', or from another variant's.
 
     Raises:
         UsageError: There is no such hyperparameter, it can't have its value, or is said twice; lists every one.
     """
-    return checked_hparams(schema.name, usual, said, also=native_names(schema))
+    return checked_hparams(schema.name, usual, values, also=native_names(schema))
 
 
 def inferred(
@@ -99,10 +99,10 @@ def _decays_nothing(specified: Mapping[str, Any]) -> bool:
 
 
 def _still_unknown(
-    unknown: Mapping[str, tuple[str, ...]], known: Collection[str]
+    unknown: Mapping[str, tuple[str, ...]], settled: Collection[str]
 ) -> dict[str, tuple[str, ...]]:
     """Returns what is open beside hyperparameters that are known from elsewhere."""
-    return {why: names for why, names in unknown.items() if not names or not {*names} <= {*known}}
+    return {why: names for why, names in unknown.items() if not names or not {*names} <= {*settled}}
 
 
 def _values(injected: Mapping[str, Tensor], schema: OptimizerSchema) -> Iterator[tuple[str, Any]]:

@@ -57,14 +57,14 @@ class Changes:
     init_missing: Place | None = None
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Changes | None:
+    def of(cls, options: Mapping[str, Any]) -> Changes | None:
         """Returns what somebody says, as Python or the command line has it; None if that is nothing.
 
         A policy is `reset:v`, `drop:m` or `keep`, several of them joined by commas or in a list, or a mapping; a
         slot's dtype `bfloat16`, `m=bfloat16`, or a mapping.
 
         Args:
-            said: Field -> value.
+            options: Field -> value.
 
         Raises:
             UsageError: A value makes no sense; lists every one.
@@ -76,7 +76,7 @@ class Changes:
         faults = Faults()
         values = {
             check_name("change", name, READ, "changes"): READ[name](name, value, faults)
-            for name, value in said.items()
+            for name, value in options.items()
         }
         faults.check(UsageError, "What shall be changed of the run can't be read")
         changes = cls(**values)

@@ -250,8 +250,10 @@ def _trials(state: State, whose: Mapping[str, Any], group: Mapping[str, Any]) ->
     ]
 
 
-def _unsaid(schema: OptimizerSchema, variant: str, known: Mapping[str, Any]) -> list[str]:
-    return [n for n in schema.variant(variant)["defaults"] if n not in known and n not in RATE_NAMES]
+def _unsaid(schema: OptimizerSchema, variant: str, hyperparameters: Mapping[str, Any]) -> list[str]:
+    return [
+        n for n in schema.variant(variant)["defaults"] if n not in hyperparameters and n not in RATE_NAMES
+    ]
 
 
 def _trial(schema: OptimizerSchema, name: str, number: int) -> Any:
@@ -261,7 +263,7 @@ def _trial(schema: OptimizerSchema, name: str, number: int) -> Any:
 
 
 def _offset_said(
-    whose: Mapping[str, Any], known: Mapping[str, Any], rule_change: Mapping[str, Any] | None
+    whose: Mapping[str, Any], hyperparameters: Mapping[str, Any], rule_change: Mapping[str, Any] | None
 ) -> list[str]:
     """Returns how a decay that begins later is said where the run goes on, and whether that is exact."""
     schema, variant = load_schema(whose["schema"]), whose["variant"]
@@ -270,9 +272,11 @@ def _offset_said(
     made_up = rule_change["made_up"] if rule_change else ()
     if any("step_offset" in option for option in made_up):
         return [f"{variant} has no step_offset: its count of updates begins there instead, exactly"]
-    if "step_offset" not in schema.variant(variant)["defaults"] or not known.get("step_offset"):
+    if "step_offset" not in schema.variant(variant)["defaults"] or not hyperparameters.get("step_offset"):
         return []
-    return [f"{variant} says it as {schema.spelling(variant, 'step_offset')}={known['step_offset']}, exactly"]
+    return [
+        f"{variant} says it as {schema.spelling(variant, 'step_offset')}={hyperparameters['step_offset']}, exactly"
+    ]
 
 
 def _first_said(trials: Sequence[Trial], changes: Changes | None) -> list[str]:

@@ -31,11 +31,11 @@ def _pages() -> Environment:
     return pages
 
 
-def drawn(request: Request, name: str, said: Mapping[str, Any], status: int = HTTPStatus.OK) -> Response:
+def drawn(request: Request, name: str, values: Mapping[str, Any], status: int = HTTPStatus.OK) -> Response:
     """Returns a page."""
     theme = request.cookies.get("theme")
     shared = {"theme": theme if theme in {"light", "dark"} else None, "here": request.scope["path"]}
-    return HTMLResponse(_pages().get_template(name).render({**shared, **said}), status, _HEADERS)
+    return HTMLResponse(_pages().get_template(name).render({**shared, **values}), status, _HEADERS)
 
 
 def answered(problem: Problem, request: Request) -> Response:

@@ -44,12 +44,12 @@ _ENTERED = '<p>Signed in. <a href="/">Go on</a></p>\n'
 _REFRESH = '<meta http-equiv="refresh" content="0; url={home}">\n'
 
 
-def form(status: HTTPStatus, said: str = "This service knows its users by a token.") -> HTMLResponse:
+def form(status: HTTPStatus, message: str = "This service knows its users by a token.") -> HTMLResponse:
     """Returns the page that asks for the token."""
     # The browser says the origin of a form that it posts only under this policy, and where it says nothing else of it
     # (no Sec-Fetch-Site without https, but for loopback) nobody could sign in.
     return HTMLResponse(
-        _PAGE.format(head="", body=_FORM.format(said=said)), status, {"referrer-policy": "same-origin"}
+        _PAGE.format(head="", body=_FORM.format(said=message)), status, {"referrer-policy": "same-origin"}
     )
 
 
