@@ -1,4 +1,7 @@
-"""Engines on this machine carry a work out, through kills: Ray, SLURM on one node, torchrun. `make test-engines`."""
+"""Engines on this machine carry a work out, through kills: Ray, SLURM on one node, torchrun. `make test-engines`.
+
+Each reads its source from a disk, and from a store (moto). The work and its target lie on a disk, as they have to.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_work import CUT, expected, files, planned
+from test_store_servers import moto  # noqa: F401  # a fixture
+from test_work import CUT, SOURCE, files
 
 import statekit
 from goldens import COMPACT
 from statekit.conversion.convert import convert
+from statekit.conversion.plan import Plan
 from statekit.engines.slurm import Slurm
 from statekit.scale.work import Work, split
 
@@ -49,6 +54,38 @@ JobAcctGatherType=jobacct_gather/none
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+
+@pytest.fixture(params=["disk", "store"])
+def stored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
+    """Gives what puts a checkpoint where an engine's workers read it, and returns its name there."""
+    if request.param == "disk":
+        return str
+    from obstore.store import S3Store
+
+    settings = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
+    for name, value in {**settings, "ENDPOINT_URL": request.getfixturevalue("moto")}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+
+    def put(path: Path) -> str:
+        store = S3Store("bucket", client_options={"allow_http": True})
+        for file in (path, *path.rglob("*")):
+            if file.is_file():
+                store.put(file.relative_to(path.parent).as_posix(), file.read_bytes())
+        return f"s3://bucket/{path.name}"
+
+    return put
+
+
+def planned(source: str, target: Path) -> Plan:
+    target.parent.mkdir(exist_ok=True)
+    return statekit.plan(source, target, to="statekit", require="lossy")
+
+
+def expected(source: str, tmp_path: Path) -> dict[str, bytes]:
+    """Returns what one process writes, cut alike."""
+    convert(planned(source, tmp_path / "one" / "there"), task_bytes=CUT)
+    return files(tmp_path / "one" / "there")
 
 
 def until(holds: Callable[[], object], seconds: float = 180) -> None:
@@ -109,11 +146,14 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             daemon.wait(30)
 
 
-def test_slurm_does_what_is_missing_after_tasks_were_killed(tmp_path: Path, cluster: None) -> None:
+def test_slurm_does_what_is_missing_after_tasks_were_killed(
+    tmp_path: Path, stored: Callable[[Path], str], cluster: None
+) -> None:
     def queue() -> str:
         return subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout.strip()
 
-    split(planned(tmp_path / "there"), tmp_path / "work", CUT).close()
+    source = stored(SOURCE)
+    split(planned(source, tmp_path / "there"), tmp_path / "work", CUT).close()
     with Work(tmp_path / "work") as work:
         array, _finish = Slurm(work.place, work.missing(), cpus=1, memory="100M").submit()
         until(lambda: len(work.missing()) < len(work.tasks))
@@ -122,11 +162,12 @@ def test_slurm_does_what_is_missing_after_tasks_were_killed(tmp_path: Path, clus
         assert work.missing() and not (tmp_path / "there").exists()
         Slurm(work.place, work.missing(), cpus=1, memory="100M").submit()
         until(lambda: not queue())
-    assert files(tmp_path / "there") == expected(tmp_path)
+    assert files(tmp_path / "there") == expected(source, tmp_path)
 
 
-def test_torchrun_carries_a_work_out(tmp_path: Path) -> None:
-    split(planned(tmp_path / "there"), tmp_path / "work", CUT).close()
+def test_torchrun_carries_a_work_out(tmp_path: Path, stored: Callable[[Path], str]) -> None:
+    source = stored(SOURCE)
+    split(planned(source, tmp_path / "there"), tmp_path / "work", CUT).close()
     command = [
         sys.executable,
         "-m",
@@ -140,14 +181,16 @@ def test_torchrun_carries_a_work_out(tmp_path: Path) -> None:
     with Work(tmp_path / "work") as work:
         assert work.missing() == []
         work.finish()
-    assert files(tmp_path / "there") == expected(tmp_path)
+    assert files(tmp_path / "there") == expected(source, tmp_path)
 
 
-def test_ray_goes_on_after_kills_of_workers_and_of_the_driver(tmp_path: Path) -> None:
+def test_ray_goes_on_after_kills_of_workers_and_of_the_driver(
+    tmp_path: Path, stored: Callable[[Path], str]
+) -> None:
     pytest.importorskip("ray")
-    work, target = tmp_path / "w", tmp_path / "there"
+    work, target, source = tmp_path / "w", tmp_path / "there", stored(T5)
     command = [
-        sys.executable, "-m", "statekit", "convert", f"{T5}", f"{target}", "--to", "statekit",
+        sys.executable, "-m", "statekit", "convert", source, f"{target}", "--to", "statekit",
         "--on", "ray", "--task-bytes", "4000", "--work", f"{work}", "--quiet",
     ]  # fmt: skip
     driver = subprocess.Popen(command)
@@ -170,5 +213,5 @@ def test_ray_goes_on_after_kills_of_workers_and_of_the_driver(tmp_path: Path) ->
                     continue
         time.sleep(0.02)
     assert driver.wait(5) == 0 and kills
-    convert(statekit.plan(T5, tmp_path / "one", to="statekit"), task_bytes=4000)
+    convert(statekit.plan(source, tmp_path / "one", to="statekit"), task_bytes=4000)
     assert files(target) == files(tmp_path / "one")

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from limit import LAYOUTS, made_state
 from samples import ROWS, Row
+from synthetic import write_neutral
 
 import statekit
 from goldens import GOLDEN
@@ -27,6 +29,7 @@ from statekit.conversion.seal import seal
 from statekit.errors import CorruptError, NotFoundError, StatekitError, TargetExistsError, UsageError
 from statekit.files import file_changes, integrity
 from statekit.files.manifest import FILE, is_manifest
+from statekit.files.source import File, Files
 from statekit.testing.container_trials import WrittenContents
 
 TRAINER = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
@@ -352,6 +355,28 @@ def test_a_neutral_folder_cannot_be_made_anew(tmp_path: Path) -> None:
     Path(target / "README").write_text("mine")
     with pytest.raises(CorruptError, match="cover up"):
         seal(target, renew=["README"])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("container", ["safetensors", "dcp"])
+def test_a_byte_is_read_once_for_its_tensor_and_its_file(
+    container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_neutral(tmp_path / "neutral", made_state((container, "statekit"), 0, 600))
+    target = tmp_path / "sealed"
+    statekit.convert(tmp_path / "neutral", target, to=container, layout=LAYOUTS[container])
+    (target / "statekit.json").unlink()
+    size, read, fill = sum(file.stat().st_size for file in target.rglob("*")), [0], Files.fill
+
+    def counted(files: Files, file: File, start: int, into: memoryview) -> None:
+        read[0] += len(into)
+        fill(files, file, start, into)
+
+    monkeypatch.setattr(Files, "fill", counted)
+    statekit.seal(target)
+    assert size <= read[0] + size // 100 and read[0] < 1.1 * size
+    monkeypatch.undo()
+    assert statekit.check(target).passed
 
 
 def test_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ names.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -29,7 +30,7 @@ from statekit.files.manifest import (
     CHECKPOINT,
     RECORDS,
     SEALED,
-    file_entry,
+    Passing,
     inside,
     sealed,
     tensor_entry,
@@ -157,9 +158,9 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
         _check_renewed(checkpoint, changed, renew)
         target = Path(manifest_place(checkpoint) if proof is None or proof.is_inside else proof.place)
         _check_names_fit(paths, target.parent)
-        tensors = _tensor_entries(checkpoint, tell)
-        with Files(budget, checkpoint.path) as opened:
-            files = _file_entries(paths, target.parent, opened, tell)
+        with Files(budget, checkpoint.path) as opened, _passing(paths, opened) as passing:
+            tensors = _tensor_entries(checkpoint, tell)
+            files = _file_entries(paths, target.parent, opened, passing, tell)
         if _facts(paths) != before:
             raise CorruptError(
                 "The checkpoint was written to while it was sealed.",
@@ -280,14 +281,31 @@ def _tensor_entries(checkpoint: Checkpoint, tell: OnProgress) -> dict[str, dict[
     return entries
 
 
+@contextmanager
+def _passing(paths: Iterable[Place], files: Files) -> Iterator[Mapping[Hashable, Passing]]:
+    """Has files digested as far as they are read in a context for their tensors; gives what takes them, by identity."""
+    passings = dict[Hashable, Passing]()
+    with ExitStack() as stack:
+        for file in map(files.source, paths):
+            if file.identity not in passings:  # a file may have several names
+                passing = passings[file.identity] = Passing()
+                stack.enter_context(passing.read(file))
+        yield passings
+
+
 def _file_entries(
-    paths: Sequence[Place], base: Place, files: Files, tell: OnProgress
+    paths: Sequence[Place],
+    base: Place,
+    files: Files,
+    passings: Mapping[Hashable, Passing],
+    tell: OnProgress,
 ) -> dict[str, dict[str, Any]]:
+    """Digests every file, of which only that is read again which no tensor had in its order."""
     total, done, entries = sum(size_of(path) for path in paths), 0, {}
     for path in paths:
-        name = path.relative_to(base).as_posix()
-        entries[name] = file_entry(path, files)
-        done += entries[name]["bytes"]
+        name, file = path.relative_to(base).as_posix(), files.source(path)
+        entries[name] = {"bytes": file.size, "blake3": passings[file.identity].digest(file)}
+        done += file.size
         tell(Progress("check", name, done, total))
     return entries
 
