@@ -21,7 +21,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -84,8 +84,8 @@ CARRIED = "files"
 _MODEL_FOLDERS = frozenset({"model", "models", "module", "net", "network", "weights"})
 _SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "v_row", "v_col"})
 """Last names of slots, which no model's parameter has."""
-_TWINS = ({"mu", "nu"}, {"exp_avg", "exp_avg_sq"})
-"""Names of the two averages of one gradient, which stand in each other's place.
+_TWINS = {"mu": "nu", "nu": "mu", "exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+"""Names of the two averages of one gradient, by each other: they stand in each other's place.
 
 Source: google-deepmind/optax optax/_src/transform.py, `ScaleByAdamState`; pytorch/pytorch torch/optim/adam.py."""
 _SEGMENTS = re.compile(r"[^/.\[\]'\"]+")
@@ -100,6 +100,7 @@ _RECORD = frozenset({"state", "param_groups"})
 """Keys of an optimizer's state_dict. Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`."""
 
 
+@lru_cache
 def half_of(name: str) -> Half | None:
     """Returns what a file, a folder or a key is by its name; None if its name tells nothing.
 
@@ -386,11 +387,8 @@ def _slots_among(state: TrainState) -> Iterator[str]:
 
 def _has_twin(names: tuple[str, ...], there: Collection[tuple[str, ...]]) -> bool:
     """Tells whether a tensor is an average of a gradient: the other average stands where it stands."""
-    for i, name in enumerate(names):
-        twins = [other for pair in _TWINS if name in pair for other in pair - {name}]
-        if any((*names[:i], other, *names[i + 1 :]) in there for other in twins):
-            return True
-    return False
+    twins = ((*names[:i], _TWINS[name], *names[i + 1 :]) for i, name in enumerate(names) if name in _TWINS)
+    return any(twin in there for twin in twins)
 
 
 def open_parts(findings: Iterable[Finding]) -> tuple[Fact, ...]:

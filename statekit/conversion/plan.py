@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -286,7 +286,9 @@ def build_plan(
         done: Updates that the source has done, where the state counts others.
         facts: What its updates depend on.
     """
-    sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
+    sources = {
+        name for tensor in checkpoint.tensors.values() for name in _stored_names(nodes(tensor.to_json()))
+    }
     names = tensor_names(encoded.tree)
     kept = Kept()
     if encoded.dropped:
@@ -318,7 +320,8 @@ def build_plan(
 
 def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> PlannedTensor:
     expression = tensor.to_json()
-    losses = _losses(name, expression, encoded)
+    parts = [*nodes(expression)]
+    losses = _losses(name, parts, encoded)
     exactness, reason = max(losses)
     return PlannedTensor(
         name=name,
@@ -328,21 +331,21 @@ def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Pl
         bytes=nbytes(tensor),
         exactness=exactness,
         reason=reason,
-        origin=_origin(expression, sources),
+        origin=_origin(parts, sources),
         unasked=max((loss for loss in losses if loss[1] not in AS_ASKED), default=(Exactness.BITWISE, "")),
     )
 
 
-def _losses(name: str, expression: Mapping[str, Any], encoded: Encoded) -> list[tuple[Exactness, str]]:
-    """Returns what a tensor loses on its way into native form: how exact it stays, and why."""
+def _losses(name: str, parts: Iterable[Mapping[str, Any]], encoded: Encoded) -> list[tuple[Exactness, str]]:
+    """Returns what a tensor loses on its way into native form, by the nodes of its expression: how exact, and why."""
     losses = [encoded.exactness.get(name, (Exactness.BITWISE, ""))]
-    return losses + [loss for node in nodes(expression) if (loss := INEXACT.get(str(node.get("op"))))]
+    return losses + [loss for node in parts if (loss := INEXACT.get(str(node.get("op"))))]
 
 
 def losses_in(encoded: Encoded) -> dict[str, Exactness]:
     """Returns why tensors of a native form aren't the source's to the bit: exactness by reason."""
     tensors = tensor_names(encoded.tree).items()
-    losses = (loss for name, tensor in tensors for loss in _losses(name, tensor.to_json(), encoded))
+    losses = (loss for name, tensor in tensors for loss in _losses(name, nodes(tensor.to_json()), encoded))
     return {reason: exactness for exactness, reason in losses if exactness > Exactness.BITWISE}
 
 
@@ -372,27 +375,27 @@ INEXACT: Mapping[str, tuple[Exactness, str]] = {
 """How exact tensors are that are made by an operation which changes values, and why."""
 
 
-def _origin(expression: Mapping[str, Any], sources: set[str]) -> Origin:
-    used = [name for name in _stored_names(expression) if name in sources]
-    if not used:
+def _origin(parts: Sequence[Mapping[str, Any]], sources: set[str]) -> Origin:
+    """Returns where a tensor comes from, by the nodes of its expression, of which the first is the whole."""
+    if sources.isdisjoint(_stored_names(parts)):
         return "synthesised"
-    return "kept" if expression.get("op") == "stored" else "derived"
+    return "kept" if parts[0].get("op") == "stored" else "derived"
 
 
-def _stored_names(expression: Any) -> Iterator[str]:
-    """Yields the names of the stored tensors in an expression."""
-    return (str(node["name"]) for node in nodes(expression) if node.get("op") == "stored")
+def _stored_names(parts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the names of the stored tensors among the nodes of an expression."""
+    return (str(node["name"]) for node in parts if node.get("op") == "stored")
 
 
 def nodes(expression: Any) -> Iterator[Mapping[str, Any]]:
     """Yields an expression and all that it is made of."""
     if isinstance(expression, Mapping):
         yield expression
-        for part in expression.values():
-            yield from nodes(part)
-    elif isinstance(expression, (list, tuple)):
+        expression = [*expression.values()]
+    if isinstance(expression, (list, tuple)):
         for part in expression:
-            yield from nodes(part)
+            if not isinstance(part, (str, int, float)):  # most are: to ask each for its parts takes longer
+                yield from nodes(part)
 
 
 def _lost(dropped: Mapping[str, str]) -> list[str]:

@@ -65,6 +65,7 @@ from statekit.state.run import BESIDE, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import Counts, StepOffset, TrainState
+from statekit.tensors.tensor import dtype_name
 from statekit.tensors.tree import at, going_over
 
 if TYPE_CHECKING:  # entered only where something is asked for
@@ -637,7 +638,7 @@ def _without(encoded: Encoded, left: Mapping[str, str]) -> Encoded:
 def _is_stored_as_moved(state: TrainState) -> bool:
     """Tells whether parameters are stored as an optimizer moves them: in float32, with no master beside them."""
     masters = any(MASTER in tensors for tensors in state.slots.values())
-    return not masters and all(param.dtype.name == "float32" for param in state.params.values())
+    return not masters and all(dtype_name(param.dtype) == "float32" for param in state.params.values())
 
 
 def _first_exact_enough(

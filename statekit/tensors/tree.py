@@ -237,6 +237,8 @@ def to_json(tree: Tree, path: Path = ()) -> Any:
 
     A tensor is described and named by its path, as `tensor_names` does.
     """
+    if isinstance(tree, (str, int)):  # most are, and whether one is a mapping takes longer to say
+        return tree
     if isinstance(tree, Mapping):
         return _mapping_json(tree, path)
     if isinstance(tree, tuple):
