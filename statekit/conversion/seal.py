@@ -300,7 +300,6 @@ def _file_entries(
     passings: Mapping[Hashable, Passing],
     tell: OnProgress,
 ) -> dict[str, dict[str, Any]]:
-    """Digests every file, of which only that is read again which no tensor had in its order."""
     total, done, entries = sum(size_of(path) for path in paths), 0, {}
     for path in paths:
         name, file = path.relative_to(base).as_posix(), files.source(path)

@@ -8,14 +8,14 @@ identities that it was told by the store itself; of a torn file none.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 from blake3 import blake3
 
 from statekit.files.ahead import ReadAhead
 from statekit.files.source import read_small
-from statekit.files.tree import Facts, Place, StoredPlace
+from statekit.files.tree import Place, StoredPlace
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, Natural, typed
 
@@ -28,7 +28,9 @@ def brought_of(place: Place) -> bytes:
     tree = _tree(place)
     if tree is None:
         return b""
-    runs = list(_within(tree.brought()))
+    brought = tree.brought()
+    ends = accumulate(len(data) for _, _, data in brought)
+    runs = [run for run, end in zip(brought, ends, strict=True) if end <= MOST_BYTES]
     heading = [(facts.name, facts.identity, start, len(data)) for facts, start, data in runs]
     rest = b"".join([json.dumps(heading).encode("ascii"), b"\n", *(data for _, _, data in runs)])
     return blake3(rest).hexdigest().encode("ascii") + b"\n" + rest
@@ -57,12 +59,3 @@ def put_brought(place: Place, file: Path) -> None:
 def _tree(place: Place) -> ReadAhead | None:
     tree = place.tree if isinstance(place, StoredPlace) else None
     return tree if isinstance(tree, ReadAhead) else None
-
-
-def _within(runs: list[tuple[Facts, int, memoryview]]) -> Iterator[tuple[Facts, int, memoryview]]:
-    """Yields the first runs, as far as there is room."""
-    room = MOST_BYTES
-    for run in runs:
-        if (room := room - len(run[2])) < 0:
-            return
-        yield run
