@@ -8,8 +8,8 @@ names.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -37,8 +37,8 @@ from statekit.files.manifest import (
     to_text,
 )
 from statekit.files.source import Files, checkpoint_place, reading
-from statekit.files.stage import OnProgress, Progress, silent, unknown_fields
-from statekit.files.tree import Place, copying, size_of, spelled
+from statekit.files.stage import OnProgress, Progress, digested, silent, unknown_fields
+from statekit.files.tree import Place, copying, spelled
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes
 from statekit.tensors.typed import is_unicode
@@ -158,9 +158,14 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
         _check_renewed(checkpoint, changed, renew)
         target = Path(manifest_place(checkpoint) if proof is None or proof.is_inside else proof.place)
         _check_names_fit(paths, target.parent)
-        with Files(budget, checkpoint.path) as opened, _passing(paths, opened) as passing:
+        with Files(budget, checkpoint.path) as opened, ExitStack() as stack:
+            base = target.parent
+            read = {path.relative_to(base).as_posix(): (opened.source(path), Passing()) for path in paths}
+            for file, passing in read.values():
+                if file.identity not in budget.listeners:  # a file may have several names
+                    stack.enter_context(passing.read(file))
             tensors = _tensor_entries(checkpoint, tell)
-            files = _file_entries(paths, target.parent, opened, passing, tell)
+            files = digested(read)
         if _facts(paths) != before:
             raise CorruptError(
                 "The checkpoint was written to while it was sealed.",
@@ -278,34 +283,6 @@ def _tensor_entries(checkpoint: Checkpoint, tell: OnProgress) -> dict[str, dict[
             tell(Progress("check", name, done, total))
 
         entries[name] = tensor_entry(tensor, tensor_digest(tensor, count))
-    return entries
-
-
-@contextmanager
-def _passing(paths: Iterable[Place], files: Files) -> Iterator[Mapping[Hashable, Passing]]:
-    """Has files digested as far as they are read in a context for their tensors; gives what takes them, by identity."""
-    passings = dict[Hashable, Passing]()
-    with ExitStack() as stack:
-        for file in map(files.source, paths):
-            if file.identity not in passings:  # a file may have several names
-                passing = passings[file.identity] = Passing()
-                stack.enter_context(passing.read(file))
-        yield passings
-
-
-def _file_entries(
-    paths: Sequence[Place],
-    base: Place,
-    files: Files,
-    passings: Mapping[Hashable, Passing],
-    tell: OnProgress,
-) -> dict[str, dict[str, Any]]:
-    total, done, entries = sum(size_of(path) for path in paths), 0, {}
-    for path in paths:
-        name, file = path.relative_to(base).as_posix(), files.source(path)
-        entries[name] = {"bytes": file.size, "blake3": passings[file.identity].digest(file)}
-        done += file.size
-        tell(Progress("check", name, done, total))
     return entries
 
 

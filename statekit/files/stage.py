@@ -361,7 +361,7 @@ class Stage:
                     ((_, passing),) = read.values()
                     with writing(self.target):
                         self._unfinished.finish(passing)
-                entries = _digested(read)
+                entries = digested(read)
         except (
             CommitError,
             InexactError,
@@ -399,8 +399,8 @@ class Stage:
                 yield "reads back with other values than were written", name
 
 
-def _digested(read: Mapping[str, tuple[File, Passing]]) -> dict[str, dict[str, Any]]:
-    """Returns the entries of files that were read again, by name."""
+def digested(read: Mapping[str, tuple[File, Passing]]) -> dict[str, dict[str, Any]]:
+    """Returns the entries of files by name; only what hasn't passed in the file's order is read for that."""
     digests = (in_turn if len(read) > 1 else map)(lambda pair: pair[1].digest(pair[0]), read.values())
     return {
         name: {"bytes": file.size, "blake3": digest, **field_of(passing.leaves)}
