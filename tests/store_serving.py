@@ -51,12 +51,13 @@ class Served:
         files: Bytes by name.
         marks: Metadata by name, for those that have it.
         parts: Parts of uploads that aren't complete.
-        fault: `short`, `long`, `whole`, `denied`, `broken` or "": what a read gets. `endless`: each page of a listing
-            announces another. `busy`,
+        fault: `short`, `long`, `flood`, `whole`, `denied`, `broken` or "": what a read gets; `unpinned`: of
+            whichever state the file has. `endless`: each page of a listing announces another. `busy`,
             `lost`, `unconditional`, `other`: each write is first answered 503; is done, but the answer gets lost; is
             done whatever the condition; stores other bytes.
         port: Where the server listens.
         is_over: Nobody asks any more.
+        flooded: How many MiB of a flood were taken.
         tag: The ETag of each file in the place of its own.
         moments: When each file was changed: in a listing of S3, in one of Azure, and in a header.
         instead: What answers for the Hub, of `info`, `tree` or `resolve`, which are its addresses.
@@ -69,7 +70,7 @@ class Served:
         self.files, self.fault = dict(files), ""
         self.marks: dict[str, str] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
-        self.tag, self.port, self.is_over = "", 0, False
+        self.tag, self.port, self.is_over, self.flooded = "", 0, False, 0
         self.instead: dict[str, Callable[[Any], object]] = {}
         self.moments = ("2026-11-27T12:00:00.000Z", *2 * ("Fri, 27 Nov 2026 12:00:00 GMT",))
         self.commit: str | None = "c0ffee" * 6 + "c0ff"
@@ -110,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
             part = part[:-1]
         if self.served.fault == "long":
             part += bytes(2**20)
+        if self.served.fault == "flood":
+            return self.flood(f"bytes {start}-{last}/{len(data)}", headers)
         if self.served.fault == "whole":
             return self.answer(200, data, **headers)
         total = f"bytes {start}-{int(start) + len(part) - 1}/{len(data)}"
@@ -117,6 +120,19 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(416)
         self.answer(206 if "Range" in self.headers else 200, part, Content_Range=total, **headers)
         return None
+
+    def flood(self, part: str, headers: Mapping[str, str]) -> None:
+        """Sends 256 MiB for a part, and counts what is taken of them."""
+        self.send_response(206)
+        length = f"{256 * 2**20}"
+        for name, value in {"Content-Range": part, "Content-Length": length, **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.close_connection = True
+        with suppress(OSError):
+            for _ in range(256):
+                self.wfile.write(bytes(2**20))
+                self.served.flooded += 1
 
     def drip(self, status: int = 200, block: bytes = b" ", pause: float = 0.0, **headers: str) -> None:
         """Sends a body without end, as long as anybody takes it."""
@@ -155,9 +171,11 @@ class _S3(_Handler):
             self.answer(200, self.listed(query.get("prefix", [""])[0], "delimiter" in query))
         elif "comp" in query:
             self.answer(200, self.listed_by_azure(query.get("prefix", [""])[0]))
-        elif name in self.served.files and self.headers.get(
-            "If-Match", self.served.etag(name)
-        ) != self.served.etag(name):
+        elif (
+            name in self.served.files
+            and self.served.fault != "unpinned"
+            and self.headers.get("If-Match", self.served.etag(name)) != self.served.etag(name)
+        ):
             self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         else:
             etag = self.served.etag(name) if name in self.served.files else ""

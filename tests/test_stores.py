@@ -102,6 +102,29 @@ def test_a_short_answer_is_an_error(store: Served) -> None:
         first_bytes(file)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_of_a_longer_answer_no_more_is_read_than_tells_it(scheme: str, store: Served) -> None:
+    """Seen red: all of it was read into memory, as much as comes within a minute."""
+    file = checkpoint_place(f"{scheme}://bucket/run/a")
+    assert file.is_file()
+    store.fault = "flood"
+    with pytest.raises(CorruptError, match="another number of bytes"):
+        first_bytes(file)
+    assert store.flooded < 64
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_store_that_knows_no_condition_mixes_no_two_states(scheme: str, store: Served) -> None:
+    store.fault = "unpinned"
+    file = checkpoint_place(f"{scheme}://bucket/run/a")
+    with Files() as files:
+        source = files.source(file)
+        assert source.read(0, 8).tobytes() == b"12345678"
+        store.files["run/a"] = b"87654321" * 2**17
+        with pytest.raises(CorruptError, match="changed while it was read"):
+            source.read(2**19, 8)
+
+
 def test_a_listing_that_never_ends_is_given_up(store: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("statekit.files.store._LISTING_SECONDS", 0.3)
     store.fault = "endless"

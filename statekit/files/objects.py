@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from statekit.errors import CommitError, FormatError, NotFoundError, StatekitError, TargetExistsError
 from statekit.files.manifest import Passing
-from statekit.files.store import asking, facts_of_entry, pages_below
+from statekit.files.store import asking, facts_of_entry, first_of, pages_below
 from statekit.files.tree import Facts
 from statekit.pipeline import in_turn, working
 
@@ -100,7 +100,7 @@ class Objects:
         try:
             with asking(self.place, name):
                 answer = obstore.get(self.store, name)
-                return bytes(answer.bytes()) if answer.meta["size"] <= most else None
+                return first_of(answer, most) if answer.meta["size"] <= most else None
         except NotFoundError:
             return None
 

@@ -159,7 +159,12 @@ class ListedTree:
 
         options: Any = {"range": (start, start + len(into)), "if_match": facts.identity}
         with asking(self.place, facts.name):
-            data = get(self._store, facts.name, options=options).bytes()
+            answer = get(self._store, facts.name, options=options)
+            if _state_of(answer.meta["e_tag"]) != _state_of(
+                facts.identity
+            ):  # not all stores know the condition
+                raise _of_another_state(f"{self.place}/{facts.name}")
+            data = first_of(answer, len(into))
         fill(into, memoryview(data), start, f"{self.place}/{facts.name}")
 
     def _in(self, folder: str) -> dict[str, Facts]:
@@ -292,6 +297,25 @@ def facts_of_entry(entry: Any, place: str) -> Facts:
     return Facts(entry["path"], "file", entry["size"], identity, changed)
 
 
+def first_of(answer: Any, most: int) -> bytes:
+    """Returns an answer's bytes; of more than a number, no more than tell that they are."""
+    return bytes(next(iter(answer.stream(min_chunk_size=most + 1)), b""))
+
+
+def _state_of(identity: str | None) -> str:
+    """Returns what an ETag names: listings of Azure have no quotes around it, and proxies call it weak."""
+    return (identity or "").removeprefix("W/").strip('"')
+
+
+def _of_another_state(place: str) -> CorruptError:
+    """Returns the error of a file that isn't the one that was listed any more."""
+    return CorruptError(
+        "A file was changed while it was read.",
+        place=place,
+        remedy="read a checkpoint to which no program writes",
+    )
+
+
 def _denied(place: str) -> _Denied:
     return _Denied(
         "The store doesn't let this be read.",
@@ -315,11 +339,7 @@ def asking(root: str, name: str, passing: tuple[type[Exception], ...] = ()) -> I
     except StatekitError:
         raise
     except of.PreconditionError:
-        raise CorruptError(
-            "A file was changed while it was read.",
-            place=place,
-            remedy="read a checkpoint to which no program writes",
-        ) from None
+        raise _of_another_state(place) from None
     except (of.NotFoundError, FileNotFoundError):
         raise NotFoundError("There is no such file or bucket.", place=place) from None
     except (of.PermissionDeniedError, of.UnauthenticatedError):
