@@ -383,6 +383,38 @@ def test_an_answer_of_the_hub_has_a_size(asked: str, hub: Served, monkeypatch: p
         checkpoint_place("hf://owner/name")
 
 
+def test_a_page_of_the_hub_has_no_more_values_than_it_needs(hub: Served) -> None:
+    body = b"[" + b"[]," * (2**24 // 3 - 10) + b"[]]"
+    hub.instead["info"] = lambda handler: handler.answer(200, body)
+    with pytest.raises(FormatError, match="too large"):
+        checkpoint_place("hf://owner/name")
+
+
+def test_a_listing_of_the_hub_that_goes_on_elsewhere_takes_no_token_along(
+    hub: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    row = b'[{"type": "file", "path": "%s", "size": 8, "oid": "1"}]'
+    sent: list[str | None] = []
+
+    def page(handler: Any) -> None:
+        sent.append(handler.headers["Authorization"])
+        further = f'<http://localhost:{hub.port}/tree/x>; rel="next"'
+        handler.answer(200, row % f"{len(sent)}".encode(), **({} if len(sent) > 1 else {"Link": further}))
+
+    hub.instead["tree"] = page
+    assert [entry.name for entry in listing(checkpoint_place("hf://owner/name"))] == ["1", "2"]
+    assert sent == [f"Bearer {SECRET}", None]
+
+
+def test_half_a_character_in_a_name_of_the_hub_is_an_error_of_ours(hub: Served) -> None:
+    row = b'[{"type": "file", "path": "\\ud800", "size": 8, "oid": "1"}]'
+    hub.instead["tree"] = lambda handler: handler.answer(200, row)
+    (entry,) = listing(checkpoint_place("hf://owner/name"))
+    with pytest.raises(FormatError, match="can't be read"):
+        first_bytes(entry)
+
+
 def test_a_listing_of_the_hub_goes_on_and_waits_for_a_busy_one(
     hub: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,8 @@ _FAILED_SECONDS = 60.0
 """How long a file that could not be read is not asked for again."""
 _MOST_BYTES, _MOST_PAGES = 2**24, 1000
 """Bytes of a page of a listing, which is JSON, and pages of a listing; the Hub sends a thousand entries in each."""
+_MOST_VALUES = 2_000_000
+"""Lists, names and values of such a page: in memory each takes many times its bytes."""
 _BUSY, _PAUSES = (408, 429, 500, 502, 503, 504), (1.0, 2.0, 4.0, 8.0, 8.0)
 """What the Hub answers when it may answer later, and seconds between requests then."""
 _MOST_ANSWERS = 20
@@ -92,7 +94,8 @@ class HubTree:
         self._failures: dict[str, tuple[float, FormatError]] = {}
         with self._asking(""):
             utils.validate_repo_id(repository)
-        about = f"{constants.ENDPOINT}/api/{kind}s/{repository}"
+        self._endpoint = constants.ENDPOINT.rstrip("/")
+        about = f"{self._endpoint}/api/{kind}s/{repository}"
         answer, _ = self._json(f"{about}/revision/{quote(revision, safe='')}" if revision else about)
         self._commit = answer.get("sha") if isinstance(answer, dict) else None
         if not _COMMIT.fullmatch(f"{self._commit}"):
@@ -123,10 +126,13 @@ class HubTree:
             raise
 
     def _read_into(self, facts: Facts, start: int, into: memoryview) -> None:
-        address = self._url(self._repository, facts.name, repo_type=self._kind, revision=self._commit)
         data = bytearray()
         parts = {"Range": f"bytes={start}-{start + len(into) - 1}"}
-        with self._asking(facts.name), closing(self._answer(address, parts)) as answer:
+        where = {"repo_type": self._kind, "revision": self._commit}
+        with (
+            self._asking(facts.name),
+            closing(self._answer(self._url(self._repository, facts.name, **where), parts)) as answer,
+        ):
             is_part = answer.status_code == 206
             before = 0 if is_part else start  # a server that knows no parts sends all from the first byte on
             for block in self._blocks(answer, _PART_SECONDS):
@@ -155,17 +161,20 @@ class HubTree:
             for block in self._blocks(answer, _SECONDS):
                 data += block
                 if len(data) > _MOST_BYTES:
-                    raise FormatError(
-                        "The Hub's answer is too large.",
-                        place=self.place,
-                        expected=f"at most {_MOST_BYTES} bytes",
-                    )
+                    break
+            if len(data) > _MOST_BYTES or sum(map(data.count, b"[{,")) > _MOST_VALUES:
+                raise FormatError(
+                    "The Hub's answer is too large.",
+                    place=self.place,
+                    expected=f"at most {_MOST_BYTES} bytes, and {_MOST_VALUES} values",
+                )
             return json.loads(data), answer.links.get("next", {}).get("url")
 
     def _answer(self, address: str, headers: Mapping[str, str]) -> Any:
         """Returns an answer whose head alone was read. The request asks for an uncompressed body."""
         session = self._utils.get_session()
-        sent = {**self._utils.build_hf_headers(), **headers, "Accept-Encoding": "identity"}
+        token = None if address.startswith(f"{self._endpoint}/") else False  # a listing may go on elsewhere
+        sent = {**self._utils.build_hf_headers(token=token), **headers, "Accept-Encoding": "identity"}
         request = session.build_request("GET", address, headers=sent, timeout=_SECONDS)
         pauses = iter(_PAUSES)
         for _ in range(_MOST_ANSWERS):
