@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
@@ -350,6 +351,31 @@ def test_a_dropped_work_leaves_the_files_that_somebody_else_put_there(work: Work
     with pytest.raises(CommitError, match="somebody put other files there") as error:
         work.drop()
     assert "notes.txt" in f"{error.value}" and files(work.place) == {"notes.txt": b"mine"}
+
+
+def test_a_dropped_work_takes_nothing_from_its_own_folders_that_no_attempt_wrote(
+    work: Work, tmp_path: Path
+) -> None:
+    _all_but_finish(work)
+    (work.place / "parts" / "screws.json").write_text("mine")
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(work.place / "attempts", elsewhere)
+    (work.place / "attempts").symlink_to(elsewhere)
+    written = files(elsewhere)
+    with pytest.raises(CommitError, match="somebody put other files there"):
+        work.drop()
+    assert files(work.place) == {"parts/screws.json": b"mine"} and files(elsewhere) == written != {}
+
+
+@pytest.mark.parametrize("tasks", ["0-99999999999999", "9" * 5000, "0-" + "9" * 5000, "1-", "x", ""])
+def test_a_list_of_tasks_that_the_work_has_not_is_refused(
+    tasks: str, work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given in (tasks, "-"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{tasks}\n"))
+        assert main(["work", "run", f"{work.place}", "--tasks", given]) == 2
+        assert "list of tasks is invalid" in capsys.readouterr().err
+    assert main(["work", "run", f"{work.place}", "--shard", f"0/{'9' * 5000}"]) == 2
 
 
 def test_bits_that_flip_after_the_proof_are_found_by_reading_again(work: Work) -> None:

@@ -107,7 +107,7 @@ def run_command(
         count = len(opened.document["tasks"])
         numbers: Iterable[int] = range(count)
         if tasks is not None:
-            numbers = _numbers(tasks)
+            numbers = _numbers(tasks, opened)
         elif not here:
             index, shares = shard(share or "auto")
             numbers = range(index, count, shares)
@@ -149,28 +149,33 @@ def _failed(work: Work, errors: dict[int, StatekitError]) -> StatekitError:
 
 def _serve(work: Work) -> int:
     """Does the tasks that standard input names, and says of each on standard output how it ended."""
-    for line in sys.stdin:
+    for number in (number for line in sys.stdin for number in _numbers(line.strip(), work)):
         error: StatekitError | None
         try:
-            error = _error_of(work, int(line))
+            error = _error_of(work, number)
         except MemoryError:
             error = StatekitError("There is not enough memory.")
         # A source or a library that is another stays so; a disk may be mended.
         again = error is None or isinstance(error, OSError) or type(error) is StatekitError
-        click.echo(json.dumps({"task": int(line), "error": error.line if error else "", "again": again}))
+        click.echo(json.dumps({"task": number, "error": error.line if error else "", "again": again}))
         sys.stdout.flush()
     return DONE
 
 
-def _numbers(text: str) -> Iterator[int]:
+def _numbers(text: str, work: Work) -> Iterator[int]:
     """Yields the numbers of `3,17-40`."""
+    count = len(work.document["tasks"])
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        ends = [end for end in (first, last if dash else first) if end.isdecimal() and len(end) < 19]
+        if len(ends) < 2 or int(ends[1]) >= count:
             raise UsageError(
-                "The list of tasks is invalid.", place="--tasks", expected="such as 3,17-40", found=text
+                "The list of tasks is invalid.",
+                place="--tasks",
+                expected=f"such as 3,17-40, of 0 to {count - 1}",
+                found=text[:100],
             )
-        yield from range(int(first), int(last if dash else first) + 1)
+        yield from range(int(ends[0]), int(ends[1]) + 1)
 
 
 @command.command("status")

@@ -302,7 +302,8 @@ def shard(text: str) -> tuple[int, int]:
     if index == "auto":
         index, processes = _scheduled()
         count = count or processes
-    if not (index.isdecimal() and count.isdecimal() and 0 <= int(index) < int(count)):
+    is_plain = index.isdecimal() and count.isdecimal() and len(index + count) < 100
+    if not (is_plain and int(index) < int(count)):
         raise UsageError(
             "The share of the tasks is malformed.",
             place="--shard",

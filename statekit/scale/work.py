@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ from statekit.tensors.digest import json_digest
 
 TASK_BYTES = 2 * 2**30
 _PRIVATE = 0o700
+_WRITTEN = re.compile(r"\d{5,}(-[0-9a-f]{32})?(\.[a-z]+)?")
+"""Names of part records, of attempts, and of what they leave beside them."""
 
 
 def split(plan: Plan, place: str | os.PathLike[str], task_bytes: int = TASK_BYTES) -> Work:
@@ -145,8 +149,7 @@ class Work(WorkFolder):
             for name in (FINISHED, BROUGHT):
                 (self.place / name).unlink(missing_ok=True)
             for name in (PARTS, ATTEMPTS):
-                if (folder := self.place / name).exists():
-                    shutil.rmtree(folder)
+                _remove_written(self.place / name)
             for draft in self.place.glob(f"{DOCUMENT}.*"):
                 draft.unlink()
             try:
@@ -160,6 +163,15 @@ class Work(WorkFolder):
                     found=some(sorted(path.name for path in self.place.iterdir())),
                     remedy="look at them, and remove the folder yourself",
                 ) from None
+
+
+def _remove_written(folder: Path) -> None:
+    """Removes what attempts wrote into a folder, and the folder if nothing else is in it."""
+    for path in [*folder.iterdir()] if folder.is_dir() and not folder.is_symlink() else ():
+        if _WRITTEN.fullmatch(path.name):
+            path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
+    with suppress(OSError):  # it isn't there, or what somebody else put there stays
+        folder.rmdir()
 
 
 def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:
