@@ -127,15 +127,15 @@ def plan(
     ref = ref_of(source, hints, container=from_, step=step)
     return prepare(
         Request(
-            ref,
-            target_place(target),
-            to,
-            layout,
-            step_offset,
-            require,
-            like,
-            maps,
-            changes,
+            ref=ref,
+            target=target_place(target),
+            to=to,
+            layout=layout,
+            step_offset=step_offset,
+            require=require,
+            like=like,
+            maps=maps,
+            changes=changes,
             map_options=map_options,
         )
     )

@@ -167,15 +167,15 @@ def _compared(
         same = [side.checkpoint.path for side in opened]
         has_steps = any(side.checkpoint.meta.get(STEPS) for side in opened)
     return Diff(
-        same[0],
-        same[1],
-        step if step is not None else _number(opened) if has_steps else None,
-        done,
-        compared.differences,
-        compared.tensors,
-        compared.bytes_read,
-        compared.unsaid,
-        compared.normalised,
+        left=same[0],
+        right=same[1],
+        step=step if step is not None else _number(opened) if has_steps else None,
+        compared=done,
+        differences=compared.differences,
+        tensors=compared.tensors,
+        bytes_read=compared.bytes_read,
+        unsaid=compared.unsaid,
+        normalised=compared.normalised,
     )
 
 
@@ -204,15 +204,15 @@ def _by_own_names(refs: Sequence[CheckpointRef], on_tensor: OnTensor, done: tupl
         compared = compare_states(*states, on_tensor=on_tensor)
     unsaid = (_OWN_NAMES, *compared.unsaid)
     return Diff(
-        first.path,
-        second.path,
-        refs[0].step,
-        done,
-        compared.differences,
-        compared.tensors,
-        compared.bytes_read,
-        unsaid,
-        compared.normalised,
+        left=first.path,
+        right=second.path,
+        step=refs[0].step,
+        compared=done,
+        differences=compared.differences,
+        tensors=compared.tensors,
+        bytes_read=compared.bytes_read,
+        unsaid=unsaid,
+        normalised=compared.normalised,
     )
 
 

@@ -283,19 +283,19 @@ def _prepared(request: Request) -> Plan:
         target = Side(container.name, layout.name, _step_of(encoded, state))
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
         plan = build_plan(
-            opened.checkpoint,
-            opened.layout,
-            state,
-            encoded,
-            target,
-            options,
-            request,
-            rule_change,
-            mapped,
-            keeps,
-            changes,
-            opened.state.counts.done,
-            (*facts_of(_with_rates(carried), makers), *open_parts(opened.checkpoint.findings)),
+            checkpoint=opened.checkpoint,
+            layout=opened.layout,
+            state=state,
+            encoded=encoded,
+            target=target,
+            options=options,
+            request=request,
+            rule_change=rule_change,
+            mapped=mapped,
+            keeps_manifest=keeps,
+            changed=changes,
+            done=opened.state.counts.done,
+            facts=(*facts_of(_with_rates(carried), makers), *open_parts(opened.checkpoint.findings)),
         )
         plan.check()
         plan = _with_next_update(replace(plan, findings=(*plan.findings, *_losses(opened, state, card))))
@@ -307,7 +307,16 @@ def _prepared(request: Request) -> Plan:
             part.close()
         raise
     _WAITING[id(plan)] = Prepared(
-        opened, state, container, layout, encoded, files, reads, neighbours, carried, rule_change
+        opened=opened,
+        state=state,
+        container=container,
+        layout=layout,
+        encoded=encoded,
+        files=files,
+        reads=reads,
+        beside=neighbours,
+        carried=carried,
+        rule_change=rule_change,
     )
     finalize(plan, _close, id(plan))
     return plan

@@ -107,19 +107,19 @@ def _resumption(opened: OpenState, card: LayoutCard, own_card: LayoutCard) -> Re
             refusal = str(error)
     differences = change.differences if change else ()
     return Resumption(
-        card.name,
-        card.title,
-        card.containers,
-        max([change.exactness if change else Exactness.BITWISE, *losses.values()]),
-        (
+        layout=card.name,
+        title=card.title,
+        containers=card.containers,
+        exactness=max([change.exactness if change else Exactness.BITWISE, *losses.values()]),
+        reasons=(
             *(str(difference) for difference in differences if difference.exactness > Exactness.ROUNDING),
             *(reason for reason, exactness in losses.items() if exactness > Exactness.ROUNDING),
         ),
-        tuple(change.compensated_by) if change else (),
-        here,
-        dropped,
-        refusal,
-        tuple(fact.name for fact in asks),
+        made_up=tuple(change.compensated_by) if change else (),
+        here=here,
+        dropped=dropped,
+        refusal=refusal,
+        asks=tuple(fact.name for fact in asks),
     )
 
 

@@ -863,24 +863,24 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
     faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
     refused, refused_where = _refusals(data, source, tables[source], bool(modules))
     return ModelMap(
-        name,
-        (data[source]["title"], data[target]["title"]),
-        tuple(entries),
-        {choice: tuple(alternatives) for choice, alternatives in data.get("choices", {}).items()},
-        data[target].get("ties", {}),
-        data[source].get("ties", {}),
-        refused,
-        refused_where,
-        data.get("asked", {}),
-        tuple((note["when"], str(note["says"])) for note in data.get("notes", ())),
-        data[target].get("one_rule", ""),
-        needed,
-        values,
-        {},
-        "",
-        settings,
-        pretrained,
-        frozenset(needed).union(
+        name=name,
+        titles=(data[source]["title"], data[target]["title"]),
+        entries=tuple(entries),
+        choices={choice: tuple(alternatives) for choice, alternatives in choices.items()},
+        ties=data[target].get("ties", {}),
+        old_ties=data[source].get("ties", {}),
+        refused=refused,
+        refused_where=refused_where,
+        asked=data.get("asked", {}),
+        notes=tuple((note["when"], str(note["says"])) for note in data.get("notes", ())),
+        one_rule=data[target].get("one_rule", ""),
+        needed=needed,
+        config=values,
+        beside={},
+        beside_in="",
+        settings=settings,
+        pretrained=pretrained,
+        keys=frozenset(needed).union(
             of_modules,
             choices,
             *(
@@ -889,7 +889,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
                 if (built := Pretrained.read(data[side].get("pretrained")))
             ),
         ),
-        modules,
+        modules=modules,
     )
 
 

@@ -80,15 +80,17 @@ def from_json(document: RequestDocument) -> Request:
     ref = CheckpointRef.given(document["source"], **document["options"])
     like, offset, maps = document.get("like"), document["step_offset"], document.get("maps")
     return Request(
-        ref,
-        checkpoint_place(document["target"]),
-        document["to"],
-        document["layout"],
-        offset if isinstance(offset, int) or offset == "reset" else "keep",  # type: ignore[arg-type]
-        Exactness.named(document["require"]),
-        None if like is None else checkpoint_place(like),
-        () if maps is None else maps_of(maps["map"], maps["config"], maps["rename"], budget=ref.job_budget()),
-        Changes.of(document["changes"]) if "changes" in document else None,
+        ref=ref,
+        target=checkpoint_place(document["target"]),
+        to=document["to"],
+        layout=document["layout"],
+        step_offset=offset if isinstance(offset, int) or offset == "reset" else "keep",  # type: ignore[arg-type]
+        require=Exactness.named(document["require"]),
+        like=None if like is None else checkpoint_place(like),
+        maps=()
+        if maps is None
+        else maps_of(maps["map"], maps["config"], maps["rename"], budget=ref.job_budget()),
+        changes=Changes.of(document["changes"]) if "changes" in document else None,
         map_options=maps or {},
     )
 

@@ -627,15 +627,15 @@ def load_schema(name: str) -> OptimizerSchema:
     data = shipped_json("statekit.schemas", f"{name}.json")
     slots = {
         slot: SlotSchema(
-            slot,
-            s["symbol"],
-            s["shape"],
-            s["dtype"],
-            s["init"],
-            s["recurrence"],
-            s["aliases"],
-            s.get("fused"),
-            s["exists"] == "always",
+            name=slot,
+            symbol=s["symbol"],
+            shape=s["shape"],
+            dtype=s["dtype"],
+            init=s["init"],
+            recurrence=s["recurrence"],
+            aliases=s["aliases"],
+            fused=s.get("fused"),
+            is_always=s["exists"] == "always",
         )
         for slot, s in data["slots"].items()
     }

@@ -145,16 +145,16 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
         else:
             configs[path] = steps.settle(canonical_group, path, rules.get(path), variant)
     return GroupPlan(
-        tuple(params.values()),
-        tuple(map(_kind_of, params.values())),
-        copy.deepcopy(_deciding(group)),
-        {key: group.get(key) for key in ("param_names", "rules")},
-        canonical_group,
-        configs,
-        faults,
-        tuple(_batches(group, params, configs, slots)),
-        rate_needed(group["schema"], variant, group),
-        any(map(is_sharded, params.values())),
+        params=tuple(params.values()),
+        kinds=tuple(map(_kind_of, params.values())),
+        options=copy.deepcopy(_deciding(group)),
+        by_name={key: group.get(key) for key in ("param_names", "rules")},
+        group=canonical_group,
+        configs=configs,
+        faults=faults,
+        batches=tuple(_batches(group, params, configs, slots)),
+        rate_needed=rate_needed(group["schema"], variant, group),
+        sharded=any(map(is_sharded, params.values())),
     )
 
 

@@ -155,16 +155,16 @@ class Recorder:
             checkpoint_step: Updates done when it was written.
         """
         recording = Recording(
-            self.folder,
-            self._system,
-            self._first,
-            self._step,
-            (Phase(self._first + 1, self._step, self._hyperparameters),),
-            tuple(self._rates),
-            (Trajectory(TRAJECTORY, self._execution, self._first),),
-            checkpoint,
-            checkpoint_step,
-            self._first,
+            folder=self.folder,
+            system=self._system,
+            first=self._first,
+            last=self._step,
+            phases=(Phase(self._first + 1, self._step, self._hyperparameters),),
+            learning_rate=tuple(self._rates),
+            trajectories=(Trajectory(TRAJECTORY, self._execution, self._first),),
+            checkpoint=checkpoint,
+            checkpoint_step=checkpoint_step,
+            numbered_from=self._first,
         )
         self._grads.write(self.folder / GRADS)
         self._states.write(self.folder / TRAJECTORY)

@@ -316,21 +316,21 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
             raise ValueError("no trajectory")
         checkpoint = data.get("checkpoint") or {}
         recording = Recording(
-            folder,
-            _of(str, data["system"]),
-            _of(int, first),
-            _of(int, last),
-            tuple(
+            folder=folder,
+            system=_of(str, data["system"]),
+            first=_of(int, first),
+            last=_of(int, last),
+            phases=tuple(
                 Phase(_of(int, start), _of(int, end), _of(dict, phase["hyperparameters"]))
                 for phase in data["phases"]
                 for start, end in [phase["updates"]]
             ),
-            tuple(rate_from(rate) for rate in data["learning_rate"]),
-            tuple(_trajectory(trajectory, first) for trajectory in data["trajectories"]),
-            _of(str, checkpoint.get("path", "")),
-            None if checkpoint.get("step") is None else _of(int, checkpoint["step"]),
-            _of(int, data.get("numbered_from", first)),
-            _of(int, data.get("gradients_per_update", 1)),
+            learning_rate=tuple(rate_from(rate) for rate in data["learning_rate"]),
+            trajectories=tuple(_trajectory(trajectory, first) for trajectory in data["trajectories"]),
+            checkpoint=_of(str, checkpoint.get("path", "")),
+            checkpoint_step=None if checkpoint.get("step") is None else _of(int, checkpoint["step"]),
+            numbered_from=_of(int, data.get("numbered_from", first)),
+            gradients_per_update=_of(int, data.get("gradients_per_update", 1)),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FormatError(

@@ -71,7 +71,21 @@ def compare(
     """
     if ours.shape != recorded.shape or recorded.size == 0:
         wrong = int(ours.shape != recorded.shape)
-        return Row(step, path, tensor, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, wrong, recorded.size, "shape")
+        return Row(
+            step=step,
+            path=path,
+            tensor=tensor,
+            ulps=0.0,
+            relative=0.0,
+            ratio=0.0,
+            typical=0.0,
+            unequal=0,
+            width=0.0,
+            grain=0.0,
+            outside=wrong,
+            size=recorded.size,
+            example="shape",
+        )
     computed, original, old = (x.astype(np.float64) for x in (ours, recorded, before))
     with np.errstate(all="ignore"):
         outside = ~(bound.encloses(computed) & bound.encloses(original))

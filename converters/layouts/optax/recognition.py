@@ -184,15 +184,15 @@ def recognised(
     name = asked or taken or fitting[0]
     rate, decay = _schedules(core, name, asked is not None)
     return Recognised(
-        name,
-        fitting,
-        asked is not None or taken is not None,
-        asked is not None,
-        because,
-        _is_exact(core),
-        rate,
-        decay,
-        tuple(_beyond(core)),
+        name=name,
+        fitting=fitting,
+        settled=asked is not None or taken is not None,
+        is_named=asked is not None,
+        because=because,
+        exact=_is_exact(core),
+        rate=rate,
+        decay=decay,
+        beyond=tuple(_beyond(core)),
     )
 
 

@@ -151,18 +151,18 @@ def core_link(
     core_paths = [child.path for child in all_links if child.kind in SLOT_TREES]
     strange = _strange(under(tree, top), top, core_paths, under(tree, params), moved)
     return CoreLink(
-        link,
-        tuple(walk.before),
-        None if walk.behind is None else tuple(walk.behind),
-        tuple(walk.after),
-        walk.gaps,
-        tuple(walk.wrappers),
-        tuple(walk.unknown),
-        momentum,
-        walk.injected,
-        walk.schedules,
-        (*doubled, *strange),
-        walk.label,
+        link=link,
+        before=tuple(walk.before),
+        behind=None if walk.behind is None else tuple(walk.behind),
+        after=tuple(walk.after),
+        gaps=walk.gaps,
+        wrappers=tuple(walk.wrappers),
+        unknown=tuple(walk.unknown),
+        momentum=momentum,
+        injected=walk.injected,
+        injected_schedules=walk.schedules,
+        others=(*doubled, *strange),
+        label=walk.label,
     )
 
 
