@@ -151,6 +151,37 @@ def test_runs_of_one_model_beside_each_other_are_no_steps_of_one(
     assert steps == {".": [3, 4], "no-warmup.pt": [2], "warmup.pt": [1]}
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("folders", "runs"),
+    [
+        (["run/checkpoint-10", "run/checkpoint-9", "run/checkpoint-8"], {"run": [1, 2, 3]}),
+        (["a/step_2", "a/step_1", "b/step_3"], {"a": [1, 2], "b/step_3/state.pt": [3]}),
+        (["global_step10", "global_step9"], {".": [1, 2]}),
+        (["1", "2", "7"], {".": [1, 2], "7/state.pt": [3]}),
+        (["run_1", "run_2"], {"run_1/state.pt": [1], "run_2/state.pt": [2]}),
+    ],
+    ids=["checkpoints", "two runs", "words", "numbers", "runs"],
+)
+def test_folders_that_are_called_as_steps_are_one_run(
+    folders: list[str], runs: dict[str, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: each was a run of its own."""
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name in folders:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        (tmp_path / name).mkdir(parents=True)
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(states, tmp_path / name / "state.pt")
+    assert {
+        run["path"]: [step["step"] for step in run["checkpoints"]] for run in listed(tmp_path, capsys)["runs"]
+    } == runs
+
+
 def test_checkpoints_of_orbax_beside_each_other_are_one_by_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,7 +108,8 @@ def runs_below(folder: Path, on_checkpoint: Callable[[str], None] = lambda path:
 def _path_of(steps: Sequence[StepAt]) -> str:
     """Returns the path of a run: what all steps lie in, or the folder that they share as files of several steps."""
     paths = {step.path for step in steps}
-    return paths.pop() if len(paths) == 1 else os.path.dirname(steps[0].path) or "."
+    folders = {os.path.dirname(path) for path in paths}
+    return paths.pop() if len(paths) == 1 else os.path.commonpath(folders) or "."
 
 
 def _ask(request: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -212,6 +212,8 @@ class Seen:
 def run_key(place: bytes, columns: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Returns what checkpoints of one run have in common: their folder, parameters, optimizer, and the run's own name.
 
+    A folder that is called as a step alone, as `checkpoint-10`, is that step's, and the run is what it lies in.
+
     Several runs of one model may lie in one folder, each under a name of its own: the older isn't spare then.
 
     Args:
@@ -225,7 +227,18 @@ def run_key(place: bytes, columns: Mapping[str, Any]) -> tuple[Any, ...] | None:
         return None
     folder, _, name = os.fsdecode(place).rpartition("/")
     names = ("container", "layout", "optimizer", "parameters", "elements")
-    return (os.fsencode(folder), _own_words(name), *(columns[name] for name in names))
+    outer, _, inner = folder.rpartition("/")
+    if _is_step(inner, columns.get("step")):
+        return (os.fsencode(outer), _own_words(name), name, *(columns[column] for column in names))
+    return (os.fsencode(folder), _own_words(name), *(columns[column] for column in names))
+
+
+def _is_step(name: str, step: Any) -> bool:
+    """Tells whether a folder is called as a step: by its number alone, or behind words for steps and nothing else."""
+    named = re.fullmatch(
+        r"(?:(?:global|checkpoint|ckpt|step|iter(?:ation)?|epoch|update)[-_.=]?)+([0-9]+)", name
+    )
+    return named is not None or (name.isascii() and name.isdigit() and int(name) == step)
 
 
 def _own_words(name: str) -> tuple[str, ...]:
