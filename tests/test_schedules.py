@@ -348,6 +348,34 @@ def test_a_schedule_is_shown_of_its_own_optimizer_alone(scheduled: tuple[str, ..
         assert [schedule.bases for schedule in run.schedules] == expected
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (("netG", "optimG", "schedG"), ("netD", "optimD", "schedD")),
+        (("model", "optimizer", "scheduler"), ("model_1", "optimizer_1", "scheduler_1")),
+    ],
+    ids=["words", "numbers"],
+)
+def test_of_equal_rates_a_schedule_is_shown_of_its_own_network_alone(
+    keys: tuple[tuple[str, str, str], ...], tmp_path: Path
+) -> None:
+    """Seen red: both schedules were shown of each network."""
+    parts = dict[str, Any]()
+    for number, (net, opt, sched) in enumerate(keys):
+        model = torch.nn.Linear(3, number + 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+        scheduler = torch_schedules.StepLR(optimizer, 5 + number)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        parts |= {net: model.state_dict(), opt: optimizer.state_dict(), sched: scheduler.state_dict()}
+    torch.save(parts, tmp_path / "gan.pt")
+    for number, (net, opt, sched) in enumerate(keys):
+        run = statekit.inspect(tmp_path / "gan.pt", model_key=net, optimizer_key=opt).run
+        (schedule,) = run.schedules
+        assert schedule.place.endswith(f"/{sched}") and schedule.parameters["step_size"] == 5 + number
+
+
 def test_a_schedule_of_mmengine_is_named_though_its_rates_are_not_read() -> None:
     record = {"param_name": "lr", "base_values": [0.01], "_global_step": 4, "last_step": 3, "total_iters": 5}
     [schedule] = run_of({"torch": {"param_schedulers": [record, record]}}).schedules

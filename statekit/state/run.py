@@ -21,6 +21,7 @@ from statekit.state.schedules.called import called_rates
 from statekit.state.schedules.megatron import megatron_rates
 from statekit.state.schedules.mxnet import mxnet_rates
 from statekit.state.schedules.pytorch import torch_kind, torch_rates
+from statekit.state.words import words_of
 from statekit.tensors.tensor import TIES
 from statekit.tensors.tree import Path, Record, Tree, to_json
 
@@ -286,6 +287,7 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
     schedules = _own(schedules)
     foreign_bases = _bases_beside(extra) - {*around.bases}
     schedules = [schedule for schedule in schedules if not _has_base(schedule, foreign_bases)]
+    schedules = _of_own_name(schedules, _places_of(extra.get(PARTS)))
     schedules = _with_call(_with_groups(schedules, around.bases) or counts[:1], around)
     return RunState(
         tuple(schedules),
@@ -304,6 +306,24 @@ def _own(schedules: Sequence[Schedule]) -> list[Schedule]:
     """
     saved = [schedule for schedule in schedules if schedule.bases or schedule.kind != "LambdaLR"]
     return [schedule for schedule in saved if schedule.kind != MEGATRON] or saved
+
+
+def _of_own_name(schedules: list[Schedule], places: Sequence[str]) -> list[Schedule]:
+    """Returns schedules without those of other networks, where one is called as the run's own model or optimizer.
+
+    One without words is anybody's, but of `model` and `model_1` each has its own, as Accelerate numbers them.
+    """
+    words = {schedule.place: words_of(schedule.place.split("/")[2:]) for schedule in schedules}
+    names = {words_of(place.split("/")) for place in places}
+    if not names & {*words.values()}:
+        return schedules
+    numbers = {own for own in (*words.values(), *names) if "".join(own).isdigit()}
+    rivals = {(), *numbers} if names <= {(), *numbers} else {*words.values()} - {()}
+    return [
+        schedule
+        for schedule in schedules
+        if words[schedule.place] in names or words[schedule.place] not in rivals
+    ]
 
 
 def _has_base(schedule: Schedule, bases: set[Any]) -> bool:

@@ -9,19 +9,12 @@ A word may be cut short, as `g` for `generator`, where one name alone begins so.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from statekit.errors import StateError, UsageError
+from statekit.state.words import words_of
 from statekit.tensors.tree import Path
-
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_GENERIC = frozenset({
-    "state", "states", "dict", "model", "models", "net", "nets", "network", "networks", "module", "weights", "params",
-    "opt", "opts", "optim", "optims", "optimizer", "optimizers", "optimiser",
-})  # fmt: skip
-"""Words in the names of networks and optimizers that don't say whose they are."""
 
 
 def paired(models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> dict[Path, Path]:
@@ -35,17 +28,11 @@ def paired(models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> dict[P
         return {}
     pairs: dict[Path, Path] = {}
     for optimizer in optimizers:
-        fits = [model for model in models if _words(model) == _words(optimizer)]
-        fits = fits or [model for model in models if _begin_alike(_words(model), _words(optimizer))]
+        fits = [model for model in models if words_of(model) == words_of(optimizer)]
+        fits = fits or [model for model in models if _begin_alike(words_of(model), words_of(optimizer))]
         if len(fits) == 1 and fits[0] not in pairs:
             pairs[fits[0]] = optimizer
     return pairs
-
-
-def _words(path: Path) -> tuple[str, ...]:
-    """Returns the words of a path that name a network."""
-    words = [word.lower() for key in path for word in _WORDS.findall(str(key))]
-    return tuple(word for word in words if word not in _GENERIC)
 
 
 def _begin_alike(some: tuple[str, ...], others: tuple[str, ...]) -> bool:
