@@ -689,3 +689,35 @@ def test_adam_may_be_called_adam(tmp_path: Path) -> None:
     updated(model, optimizer, 1)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     assert main(["convert", str(path), str(tmp_path / "out.pt"), "--optimizer", "adam"]) == 0
+
+
+def test_a_trainers_folder_with_objects_of_galore_goes_on_by_its_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: the lines were Trainer's own call alone, which loads optimizer.pt with weights_only=True and fails."""
+    package, module = (types.ModuleType(name) for name in ("galore_torch", "galore_torch.galore_projector"))
+    projector: Any = type("GaLoreProjector", (), {"__module__": module.__name__})
+    module.GaLoreProjector = projector  # type: ignore[attr-defined]
+    package.galore_projector = module  # type: ignore[attr-defined]
+    for part in (package, module):
+        monkeypatch.setitem(sys.modules, part.__name__, part)
+    model, folder = Net(), tmp_path / "checkpoint-1"
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    updated(model, optimizer, 1)
+    state = optimizer.state_dict()
+    state["state"][0]["projector"] = projector()
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(state, folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
+
+    class Trainer:
+        def train(self, resume_from_checkpoint: str) -> None:
+            self.loaded = torch.load(Path(resume_from_checkpoint) / "optimizer.pt", weights_only=True)
+
+    trainer = Trainer()
+    lines = printed(folder, capsys)
+    with torch.serialization.safe_globals([]):
+        exec(lines, {"trainer": trainer})
+        torch.serialization.clear_safe_globals()
+    assert trainer.loaded["state"].keys() == state["state"].keys()

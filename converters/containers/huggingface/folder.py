@@ -62,8 +62,11 @@ from statekit.errors import (
     RefusedError,
     StatekitError,
     UsageError,
+    printable,
+    some,
 )
 from statekit.files.checkpoint import (
+    CLASSES,
     EMPTY_LEFT_OUT,
     HALVES,
     PRETRAINED,
@@ -81,7 +84,7 @@ from statekit.files.source import File, Files, first_bytes, listing, opening, re
 from statekit.files.stage import Stage
 from statekit.files.tree import Place, size_of, spelled
 from statekit.tensors.tensor import TIES, Stored, Tensor, in_memory, index_shape, ties_of
-from statekit.tensors.tree import Record, Tree, at, holds_records, loose_json, put, tensor_names
+from statekit.tensors.tree import Record, Tree, at, holds_records, loose_json, put, record_names, tensor_names
 
 OPTIMIZER = "optimizer"
 """Key of the optimizer's state."""
@@ -747,6 +750,9 @@ def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Find
             {HALVES: {"model": name, "optimizer": optimizer}} if (optimizer := optimizer_apart(path)) else {}
         )
     neighbour = open_beside(path, taken, files)
+    named_classes = dict.fromkeys(record_names(neighbour.tree.get("optimizer")))
+    if classes := [printable(name) for name in named_classes if not name.startswith("torch.")]:
+        meta[CLASSES] = some(classes)
     if "models" in tree:
         tree |= _several(tree.pop("models"), neighbour.tree, path)
     moves_more = _moves_more(neighbour.tree.get("optimizer"), tree.get("model", {}))

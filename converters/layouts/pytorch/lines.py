@@ -166,16 +166,36 @@ def program_lines(checkpoint: Checkpoint) -> list[str]:
     They need neither the parameters' names nor a known optimizer.
     """
     path, tree, meta = checkpoint.path, checkpoint.tree, checkpoint.meta
+    classes = meta.get(REFUSED_CLASSES, "")
     match checkpoint.container:
         case "hf-trainer":
-            return [f"trainer.train(resume_from_checkpoint={quoted(path)})"]
+            return [*_trusted(classes), f"trainer.train(resume_from_checkpoint={quoted(path)})"]
         case "accelerate":
             prepared = "after accelerator.prepare of all that the run prepared, in its order"
-            return [f"accelerator.load_state({quoted(path)})  # {prepared}"]
+            return [*_trusted(classes), f"accelerator.load_state({quoted(path)})  # {prepared}"]
         case "torch" if isinstance(tree, Mapping) and "pytorch-lightning_version" in tree:
             return [f"trainer.fit(model, ckpt_path={quoted(path)})"]
-    saved = SavedRun(checkpoint.container, "", path, None, classes=meta.get(REFUSED_CLASSES, ""))
+    saved = SavedRun(checkpoint.container, "", path, None, classes=classes)
     return _library_lines(saved, quoted(path))
+
+
+def _trusted(classes: str) -> list[str]:
+    """Returns the lines without which libraries refuse a state that has objects of some classes.
+
+    Source: huggingface/transformers src/transformers/trainer.py, `_load_optimizer_and_scheduler`: weights_only=True.
+    """
+    names = classes.split(", ")
+    if not all(re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name) for name in names):
+        return [f"# torch.load(weights_only=True) refuses {classes}, and it loads the optimizer"] * bool(
+            classes
+        )
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    return [
+        "import torch",
+        *(f"import {module}" for module in modules),
+        "# weights_only=True, by which the optimizer is loaded, refuses these: only of a file you trust",
+        f"torch.serialization.add_safe_globals([{', '.join(names)}])",
+    ]
 
 
 def _library_lines(saved: SavedRun, path: str) -> list[str]:
@@ -452,7 +472,7 @@ def trainer_lines(state: State, saved: SavedRun) -> list[str]:
         by_hand = "# args.max_grad_norm=0, and clip in a callback's on_pre_optimizer_step: Trainer's norm is another"
         clipped = [by_hand, *clip_comment(state)]
     if not saved.is_converted:
-        return [*clipped, train]
+        return [*_trusted(saved.classes), *clipped, train]
     schedule, scheduler = trainer_schedule(state, saved)
     named = 'named[name] for name in part["param_names"]'
     reason = "Trainer's own would number the parameters in another order"
