@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import statekit
 from statekit.cli.main import main
 from statekit.errors import StateError
+from statekit.state.facts import narrowed
 from statekit.state.rates import Rates
 from statekit.state.run import run_of
 from statekit.torch import attest
@@ -680,6 +681,25 @@ def test_weights_that_a_schedule_free_optimizer_averages_are_called_so(
     fresh.load_state_dict(checkpoint["model"])
     if saved != resumed:  # as where the mode alone was set
         assert not attest(going_on, fresh.named_parameters(), path).passed
+
+
+@pytest.mark.parametrize("word", ["lion", "RMSprop"])
+def test_of_optimizers_with_one_state_the_user_or_trainer_names_one(word: str, tmp_path: Path) -> None:
+    """Seen red: `--optimizer lion` was refused, and training_args.bin's lion_32bit wasn't asked."""
+    model, path = Net(), tmp_path / "last.pt"
+    options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 0.0, "weight_decay": 0.0}
+    group = {**options, "params": [*range(6)]}
+    slots = {i: {"state1": torch.zeros_like(param), "step": 1} for i, param in enumerate(model.parameters())}
+    states = {"model": model.state_dict(), "optimizer": {"state": slots, "param_groups": [group]}}
+    torch.save(states, path)
+    expected = {"lion": "Lion of bitsandbytes", "RMSprop": "RMSprop of bitsandbytes"}[word]
+    with statekit.open(path, optimizer=word) as opened:
+        assert opened.state.optimizer.variant == expected
+    with statekit.open(path) as opened:
+        optimizer = opened.state.optimizer
+    assert optimizer.variant == "Lion, SGD, RMSprop or Adagrad of bitsandbytes"
+    assert narrowed(optimizer, *f"paged_{word}_32bit".split("_")).variant == expected
+    assert narrowed(optimizer, "adamw", "torch") == optimizer
 
 
 def test_adam_may_be_called_adam(tmp_path: Path) -> None:

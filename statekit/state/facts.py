@@ -15,7 +15,7 @@ from statekit.state.options import RATE_NAMES
 from statekit.state.rates import Rates
 from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS, OptimizerSchema, is_native, load_schema, named_native, schema_names
-from statekit.state.train_state import Group, TrainState
+from statekit.state.train_state import Group, Optimizer, TrainState
 
 _FACTORING = ("factor_map", "logical_factor_rules", "factored", "min_dim_size_to_factor")
 """What says how parameters are factored: each parameter has its rule."""
@@ -268,7 +268,7 @@ def _called(state: TrainState, name: str) -> TrainState:
     optimizer = state.optimizer
     variants = [variant or "" for schema, variant in optimizer.kinds if is_native(schema)]
     wanted = _plain(name)
-    fits = any(wanted in map(_plain, variant.split()) for variant in variants)
+    fits = any(wanted in map(_plain, re.findall(r"[\w-]+", variant)) for variant in variants)
     if not fits and (name in schema_names() or all(variants)):
         raise UsageError(
             "The optimizer can't be that.",
@@ -278,8 +278,24 @@ def _called(state: TrainState, name: str) -> TrainState:
         )
     named = state.with_facts(lambda facts: [*facts, Fact(OPTIMIZER, name, "given")])
     if fits or optimizer.several:
-        return named
+        return replace(named, optimizer=narrowed(named.optimizer, name))
     return replace(named, optimizer=replace(named.optimizer, variant=name))
+
+
+_ALIKE = re.compile(r"(?P<bits>8-bit )?(?P<names>.+ or .+) of (?P<library>\w+)")
+"""What an optimizer without a schema is called whose state several of a library have."""
+
+
+def narrowed(optimizer: Optimizer, *words: str) -> Optimizer:
+    """Returns one of several optimizers of a library that have the same state: that which a word names, if one does."""
+    match = None if optimizer.several else _ALIKE.fullmatch(optimizer.variant or "")
+    if match is None or not is_native(optimizer.schema):
+        return optimizer
+    names = {_plain(name): name for name in re.split(r", | or ", match["names"])}
+    fitting = [names[word] for word in map(_plain, words) if word in names]
+    if len(fitting) != 1:
+        return optimizer
+    return replace(optimizer, variant=f"{match['bits'] or ''}{fitting[0]} of {match['library']}")
 
 
 def _plain(name: str) -> str:

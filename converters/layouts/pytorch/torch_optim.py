@@ -74,6 +74,7 @@ from statekit.lines.printing import SavedRun, State, torch_lines
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several, of_class, of_pieces
 from statekit.state.factoring import FACTORED, by_shape, matrix_rule, stored_shape, turned_matrices
+from statekit.state.facts import narrowed
 from statekit.state.param_names import is_adapted
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
 from statekit.state.schema import is_native, load_schema, named_native
@@ -314,6 +315,7 @@ class TorchOptim:
                 (*notes, *_of_uncounted(uncounted)),
             )
         )
+        state = replace(state, optimizer=_narrowed(state.optimizer, checkpoint))
         return state.with_facts(lambda facts: [*facts, *_facts_of(order, checkpoint)])
 
     def encode(self, state: TrainState) -> Encoded:
@@ -568,7 +570,7 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
     extra = extra_of(parts, parts.model, {name for kind in kinds for name in _options(kind)})
     extra |= {SIDE_BY_SIDE: sides} if sides else {}
     done = _stated_updates(kinds, parts, checkpoint)
-    optimizer = Optimizer.of(groups, [(kind.schema, kind.variant) for kind in kinds])
+    optimizer = _narrowed(Optimizer.of(groups, [(kind.schema, kind.variant) for kind in kinds]), checkpoint)
     return Unnamed(
         optimizer, _counts(counts, (), done), extra, (*_of_gradients(checkpoint), *_of_uncounted(uncounted))
     )
@@ -721,6 +723,15 @@ def _given_names(
 def _facts_of(order: Order, checkpoint: Checkpoint) -> tuple[Fact, ...]:
     """Returns what the parameters' names rest on; Trainer makes its groups by its own rule, in the model's order."""
     return () if checkpoint.container == _TRAINER else order.facts
+
+
+def _narrowed(optimizer: Optimizer, checkpoint: Checkpoint) -> Optimizer:
+    """Returns one of several optimizers of bitsandbytes as that which Trainer's arguments name.
+
+    Source: huggingface/transformers, training_args.py, `OptimizerNames`.
+    """
+    name = at(checkpoint.tree, (TRAINER_ARGUMENTS, "optim"))
+    return narrowed(optimizer, *name.split("_")) if isinstance(name, str) else optimizer
 
 
 def _refuse_merged(
