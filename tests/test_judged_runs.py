@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -741,3 +742,39 @@ def test_a_trainers_folder_with_objects_of_galore_goes_on_by_its_lines(
         exec(lines, {"trainer": trainer})
         torch.serialization.clear_safe_globals()
     assert trainer.loaded["state"].keys() == state["state"].keys()
+
+
+@pytest.mark.parametrize(
+    ("out", "is_told"), [(2, True), (4, False)], ids=["shapes tell", "shapes don't tell"]
+)
+def test_adapters_of_several_modules_have_the_order_that_their_shapes_leave(
+    out: int, is_told: bool, tmp_path: Path
+) -> None:
+    """As PEFT and Trainer save LoRA of several target modules: the file sorts them. Seen red: names were asked for."""
+    folder = tmp_path / "checkpoint-1"
+    shapes = {
+        f"base_model.model.layers.{layer}.{module}.lora_{part}.weight": (2, 4) if part == "A" else (width, 2)
+        for layer in (0, 1, *range(10, 12))
+        for module, width in (("q_proj", 4), ("a_proj", out))
+        for part in "AB"
+    }
+    params = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    groups: list[dict[str, Any]] = [{"params": [*params.values()]}, {"params": []}]
+    optimizer = torch.optim.AdamW(groups, 0.01)
+    sum(param.square().sum() for param in params.values()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    folder.mkdir()
+    save_file({name: param.data for name, param in params.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
+    if not is_told:
+        with pytest.raises(StateError, match="Shapes don't tell"):
+            statekit.open(folder)
+        return
+    with statekit.open(folder) as opened:
+        moments = {path: slots["m"].read() for path, slots in opened.slots.items()}
+    assert all(
+        np.array_equal(moments[name.replace(".", "/")], optimizer.state[param]["exp_avg"].numpy())
+        for name, param in params.items()
+    )

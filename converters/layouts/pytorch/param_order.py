@@ -142,7 +142,7 @@ def _by_shapes(
     try:
         return shaped_order(shapes, model, MODEL_PART, is_sorted, remedy)
     except StateError:
-        ways = (_without_averages, _of_adapter, _in_turn, _by_modules)
+        ways = (_without_averages, _of_adapter, _by_adapted_modules, _in_turn, _by_modules)
         orders = (way(shapes, model, is_sorted) for way in ways)
         if order := next(filter(None, orders), None):
             return order
@@ -194,6 +194,45 @@ def _of_adapter(
         return order
     note = f"An adapter's {len(trained)} parameters are moved, and {len(model) - len(trained)} others stand still."
     return replace(order, notes=(*order.notes, note))
+
+
+_OF_ADAPTER = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\..+)?"
+)
+_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+
+
+def _by_adapted_modules(
+    shapes: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool
+) -> Order | None:
+    """Returns the order of adapters, of which a module's follow one another; None where modules fit in several ways.
+
+    Source: huggingface/peft src/peft/tuners/lora/layer.py, `LoraLayer.__init__`: the parts of a module in their order.
+    """
+    moved = [group for group in shapes if group]
+    matches = [match for name in model if (match := _OF_ADAPTER.fullmatch(name))]
+    if not is_sorted or len(moved) != 1 or not len(matches) == len(moved[0]) == len(model):
+        return None
+    modules: dict[str, list[tuple[int, str]]] = {}
+    for match in matches:
+        modules.setdefault(match["module"], []).append((_PARTS.index(match["part"]), match[0]))
+    waiting: dict[tuple[str, ...], list[list[str]]] = {}
+    for module in sorted(
+        modules, key=lambda name: [int(key) for key in name.split(".") if _NUMBER.fullmatch(key)]
+    ):
+        template = tuple("0" if _NUMBER.fullmatch(key) else key for key in module.split("."))
+        waiting.setdefault(template, []).append([name for _, name in sorted(modules[module])])
+    names: list[str] = []
+    while len(names) < len(model):
+        fitting = [
+            units
+            for units in waiting.values()
+            if units and [model[name] for name in units[0]] == list(moved[0][len(names) :][: len(units[0])])
+        ]
+        if len(fitting) != 1:
+            return None
+        names += fitting[0].pop(0)
+    return _taken(tuple(tuple(names) if group else () for group in shapes), len(names), "their layers")
 
 
 def _in_turn(
