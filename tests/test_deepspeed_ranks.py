@@ -233,7 +233,10 @@ def test_a_rank_of_another_step_is_refused(run: Path, pattern: str, key: str) ->
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("key", ["param_shapes", "buffer_names", "shared_params"])
 def test_a_rank_with_another_model_is_refused(run: Path, rank: int, key: str) -> None:
-    """Seen red: padding was taken for an element of a parameter, and the conversion was called bitwise."""
+    """Seen red: padding was taken for an element of a parameter, and the conversion was called bitwise.
+
+    What is shared the first rank says alone, which was seen red with Trainer and ZeRO 3: its runs were refused.
+    """
     (file,) = run.glob(f"global_step3/*_rank_{rank}_*model_states.pt")
     saved = torch.load(file, weights_only=False)
     if key == "param_shapes":
@@ -241,6 +244,9 @@ def test_a_rank_with_another_model_is_refused(run: Path, rank: int, key: str) ->
     else:
         saved[key] = {"a.bias": "b.bias"} if key == "shared_params" else ["a.bias"]
     torch.save(saved, file)
+    if (rank, key) == (0, "shared_params"):
+        open_state(run).close()
+        return
     with pytest.raises(CorruptError, match="aren't of one step of one run"):
         open_state(run)
 

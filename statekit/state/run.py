@@ -317,7 +317,7 @@ def _of_own_name(schedules: list[Schedule], places: Sequence[str]) -> list[Sched
     names = {words_of(place.split("/")) for place in places}
     if not names & {*words.values()}:
         return schedules
-    numbers = {own for own in (*words.values(), *names) if "".join(own).isdigit()}
+    numbers = {name for name in (*words.values(), *names) if "".join(name).isdigit()}
     rivals = {(), *numbers} if names <= {(), *numbers} else {*words.values()} - {()}
     return [
         schedule

@@ -163,10 +163,13 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
 def _check_engines(tag: Tag, models: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Refuses a model's file that has made other steps than the first, or has another model than its slice's first.
 
-    ZeRO-3 has a file for each rank.
+    ZeRO-3 has a file for each rank, and the first alone says what parameters share.
+    Source: deepspeedai/DeepSpeed deepspeed/runtime/engine.py, `_get_shared_params`.
     """
     for slice_, of_slice in zip(tag.slices, models, strict=True):
         of_ranks = [{key: model.get(key) for key in _ALIKE_IN_SLICE} for model in of_slice]
+        shared = of_ranks[0][_SHARED]
+        of_ranks = [{**of_rank, _SHARED: of_rank[_SHARED] or shared} for of_rank in of_ranks]
         places = [path for _, path in sorted(slice_.models.items())]
         check_one_step([*zip(places, of_ranks, strict=True)])
     paths = [path for slice_ in tag.slices for _, path in sorted(slice_.models.items())]

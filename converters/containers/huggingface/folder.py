@@ -750,9 +750,7 @@ def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Find
             {HALVES: {"model": name, "optimizer": optimizer}} if (optimizer := optimizer_apart(path)) else {}
         )
     neighbour = open_beside(path, taken, files)
-    named_classes = dict.fromkeys(record_names(neighbour.tree.get("optimizer")))
-    if classes := [printable(name) for name in named_classes if not name.startswith("torch.")]:
-        meta[CLASSES] = some(classes)
+    meta |= _classes_in(neighbour.tree.get("optimizer"))
     if "models" in tree:
         tree |= _several(tree.pop("models"), neighbour.tree, path)
     moves_more = _moves_more(neighbour.tree.get("optimizer"), tree.get("model", {}))
@@ -760,6 +758,12 @@ def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Find
         usual = {adapted_name(name, "default"): tensor for name, tensor in tree.get("model", {}).items()}
         tree["model"], meta[SORTED] = {**usual, **adapters}, True
     return named({**tree, **neighbour.tree}), meta, (*odd, *neighbour.findings)
+
+
+def _classes_in(optimizer: Tree) -> dict[str, str]:
+    """Returns the classes of other packages than PyTorch that an optimizer's state has objects of."""
+    names = [name for name in dict.fromkeys(record_names(optimizer)) if not name.startswith("torch.")]
+    return {CLASSES: some([printable(name) for name in names])} if names else {}
 
 
 def _opened_alone(path: Place, files: Files) -> tuple[Tree, dict[str, Any]]:

@@ -213,26 +213,37 @@ def _by_adapted_modules(
     matches = [match for name in model if (match := _OF_ADAPTER.fullmatch(name))]
     if not is_sorted or len(moved) != 1 or not len(matches) == len(moved[0]) == len(model):
         return None
+    if names := _in_turn_by_shapes(_modules_by_template(matches), model, moved[0]):
+        return _taken(tuple(tuple(names) if group else () for group in shapes), len(names), "their layers")
+    return None
+
+
+def _in_turn_by_shapes(
+    waiting: Sequence[list[list[str]]], model: Mapping[str, Shape], shapes: Sequence[Shape | None]
+) -> list[str]:
+    """Returns the names of modules, of which each time the shapes leave one; none where they leave none or several."""
+    names: list[str] = []
+    while len(names) < len(shapes):
+        left = list(shapes[len(names) :])
+        fitting = [some for some in waiting if some and left[: len(some[0])] == [model[n] for n in some[0]]]
+        if len(fitting) != 1:
+            return []
+        names += fitting[0].pop(0)
+    return names
+
+
+def _modules_by_template(matches: Iterable[re.Match[str]]) -> list[list[list[str]]]:
+    """Returns the parameters of adapted modules, those that differ in numbers alone together, by these numbers."""
     modules: dict[str, list[tuple[int, str]]] = {}
     for match in matches:
         modules.setdefault(match["module"], []).append((_PARTS.index(match["part"]), match[0]))
-    waiting: dict[tuple[str, ...], list[list[str]]] = {}
-    for module in sorted(
-        modules, key=lambda name: [int(key) for key in name.split(".") if _NUMBER.fullmatch(key)]
-    ):
-        template = tuple("0" if _NUMBER.fullmatch(key) else key for key in module.split("."))
-        waiting.setdefault(template, []).append([name for _, name in sorted(modules[module])])
-    names: list[str] = []
-    while len(names) < len(model):
-        fitting = [
-            units
-            for units in waiting.values()
-            if units and [model[name] for name in units[0]] == list(moved[0][len(names) :][: len(units[0])])
-        ]
-        if len(fitting) != 1:
-            return None
-        names += fitting[0].pop(0)
-    return _taken(tuple(tuple(names) if group else () for group in shapes), len(names), "their layers")
+    templates: dict[tuple[str, ...], list[tuple[list[int], list[str]]]] = {}
+    for module, parts in modules.items():
+        keys = module.split(".")
+        numbers = [int(key) for key in keys if _NUMBER.fullmatch(key)]
+        template = tuple("0" if _NUMBER.fullmatch(key) else key for key in keys)
+        templates.setdefault(template, []).append((numbers, [name for _, name in sorted(parts)]))
+    return [[names for _, names in sorted(alike)] for alike in templates.values()]
 
 
 def _in_turn(
