@@ -298,16 +298,9 @@ def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 CHANGES = (
-    "schedule_step",
-    "slot_policy",
-    "params_only",
-    "state_only",
-    "drop_slots_of",
-    "param_dtype",
-    "slot_dtype",
-    "loss_scale",
-    "init_missing",
-)
+    "schedule_step", "slot_policy", "params_only", "state_only", "drop_slots_of", "param_dtype", "slot_dtype",
+    "loss_scale", "init_missing",
+)  # fmt: skip
 
 
 def ref_of_words(path: Place | None, words: Mapping[str, Any]) -> CheckpointRef:

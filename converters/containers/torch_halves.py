@@ -72,16 +72,9 @@ _POLICY, _SUFFIX, _OF_NETWORK, _TARGET = "policy", ".pth", ".optimizer", "_targe
 _TARGETS, _REST = "targets", "policy_rest"
 """Keys of target networks, and of what of a policy no optimizer moves."""
 BESIDE = (
-    "train.pt",
-    "criterion.pt",
-    "lr_scheduler",
-    "scheduler.pt",
-    "scaler.pt",
-    "scheduler.pth",
-    "scaler.pth",
-    "scheduler.ckpt",
-    "scaler.ckpt",
-)
+    "train.pt", "criterion.pt", "lr_scheduler", "scheduler.pt", "scaler.pt", "scheduler.pth", "scaler.pth",
+    "scheduler.ckpt", "scaler.ckpt",
+)  # fmt: skip
 """Files that may stand beside the halves; the part of the tree is called by the name before the suffix."""
 
 

@@ -623,17 +623,8 @@ def _groups(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]
 
 _Check = Callable[[TrainState, Mapping[Key, Reading]], Iterator[Finding]]
 _CHECKS: tuple[_Check, ...] = (
-    _zero,
-    _negative,
-    _factors,
-    _duplicated,
-    _missing,
-    _parts,
-    _masters,
-    _scales,
-    _groups,
-    _offsets,
-)
+    _zero, _negative, _factors, _duplicated, _missing, _parts, _masters, _scales, _groups, _offsets,
+)  # fmt: skip
 
 
 def _counts(opened: OpenState) -> Iterator[Finding]:

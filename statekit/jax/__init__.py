@@ -27,22 +27,7 @@ except ModuleNotFoundError as error:
     raise
 
 __all__ = [
-    "AdafactorState",
-    "AdamWState",
-    "LambState",
-    "LansState",
-    "MuonState",
-    "ScaledAdamState",
-    "SealsEachSave",
-    "adafactor",
-    "adamw",
-    "attest",
-    "attested_step",
-    "lamb",
-    "lans",
-    "load_optimizer",
-    "load_params",
-    "muon",
-    "scaled_adam",
-    "state_shardings",
-]
+    "AdafactorState", "AdamWState", "LambState", "LansState", "MuonState", "ScaledAdamState", "SealsEachSave",
+    "adafactor", "adamw", "attest", "attested_step", "lamb", "lans", "load_optimizer", "load_params", "muon",
+    "scaled_adam", "state_shardings",
+]  # fmt: skip

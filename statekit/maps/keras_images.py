@@ -8,19 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PASSING = frozenset(
-    {
-        "Activation",
-        "AlphaDropout",
-        "Dropout",
-        "ELU",
-        "GaussianDropout",
-        "GaussianNoise",
-        "LeakyReLU",
-        "ReLU",
-        "Softmax",
-    }
-)
+PASSING = frozenset({
+    "Activation", "AlphaDropout", "Dropout", "ELU", "GaussianDropout", "GaussianNoise", "LeakyReLU", "ReLU",
+    "Softmax",
+})  # fmt: skip
 """Layers that leave the order of values as it is and have no parameters."""
 WITHOUT = frozenset(
     {f"{kind}{rank}D" for kind in ("Conv", "GlobalAveragePooling", "GlobalMaxPooling") for rank in (1, 2, 3)}

@@ -28,19 +28,9 @@ from statekit.tensors.tensor import Tensor, chunks, nbytes, parts_of
 from statekit.tensors.tree import Tree, plain
 
 What: TypeAlias = Literal[
-    "rule",
-    "missing",
-    "extra",
-    "shape",
-    "dtype",
-    "values",
-    "updates",
-    "option",
-    "moved",
-    "schedule",
-    "later",
+    "rule", "missing", "extra", "shape", "dtype", "values", "updates", "option", "moved", "schedule", "later",
     "part",
-]
+]  # fmt: skip
 """In what something differs. `missing`: only the right state has it; `extra`: only the other has it; `later`: schedules
 stand at the same step, and give other rates; which rate the next update has is an option of its group."""
 _PARTS = ("scaler", "accumulation")

@@ -17,19 +17,9 @@ from typing import Any, Literal, TypeAlias
 from statekit.tensors.tree import plain
 
 Kind: TypeAlias = Literal[
-    "constant",
-    "linear",
-    "polynomial",
-    "cosine",
-    "restarts",
-    "exponential",
-    "step",
-    "multistep",
-    "rsqrt",
-    "inverse",
-    "eden",
-    "product",
-]
+    "constant", "linear", "polynomial", "cosine", "restarts", "exponential", "step", "multistep", "rsqrt",
+    "inverse", "eden", "product",
+]  # fmt: skip
 _RATES = ("rate", "start", "end", "floor")
 """The numbers of a piece that are learning rates."""
 

@@ -175,15 +175,10 @@ class RunState:
 
 
 _PLAIN = (bool, int, float, str)
-_PLACE_IN_TIME = frozenset({"last_epoch", "_step_count", "step_count", "_last_lr", "_is_initial", "verbose"})
-_PLACE_IN_TIME |= {
-    "_get_lr_called_within_step",
-    "batch",
-    "epoch",
-    "best",
-    "num_bad_epochs",
-    "cooldown_counter",
-}
+_PLACE_IN_TIME = frozenset({
+    "last_epoch", "_step_count", "step_count", "_last_lr", "_is_initial", "verbose", "_get_lr_called_within_step",
+    "batch", "epoch", "best", "num_bad_epochs", "cooldown_counter",
+})  # fmt: skip
 _TORCH = frozenset({"last_epoch", "base_lrs", "lr_batches", "_schedulers"})
 """One of these is in the state of every schedule of torch, or of icefall."""
 _SCHEDULERS = ("*/scheduler", "*/lr_scheduler", "*/lr_schedulers/*", "*/opt_param_scheduler")
@@ -216,34 +211,15 @@ _OF_MEGATRON = frozenset({"lr_decay_style", "lr_decay_steps", "num_steps"})
 _COMMON = "megatron_common"
 """Key in a state's extra: what Megatron-Core keeps in common.pt beside the optimizer."""
 PLACES: tuple[tuple[str, Part], ...] = (
-    ("*/scaler", "scaler"),
-    ("*/grad_scaler", "scaler"),
-    ("*/MixedPrecision", "scaler"),
-    ("*/mini_step", "accumulation"),
-    ("*/gradient_step", "accumulation"),
-    ("*/acc_grads", "accumulation"),
-    ("*/gradient_accumulators", "accumulation"),
-    ("*/ema", "averages"),
-    ("*/model_avg", "averages"),
-    ("*/state_dict_ema", "averages"),
-    ("*/model_ema", "averages"),
-    ("*/ema_model", "averages"),
-    ("*/averaging_state", "averages"),
-    ("extra/torch/state_dict", "averages"),
-    ("*/rng", "random"),
-    ("*/rngs", "random"),
-    ("*/*_rng", "random"),
-    ("*rng_state*", "random"),
-    ("*/random_states_*", "random"),
-    ("*/sampler", "data"),
-    ("*/sampler*.bin", "data"),
-    ("*/data_iter", "data"),
-    ("*/train_ds*", "data"),
-    ("*/epoch", "epoch"),
-    ("*/cur_epoch", "epoch"),
-    ("*/trainer_state", "trainer"),
-    ("*/loops", "trainer"),
-)
+    ("*/scaler", "scaler"), ("*/grad_scaler", "scaler"), ("*/MixedPrecision", "scaler"),
+    ("*/mini_step", "accumulation"), ("*/gradient_step", "accumulation"), ("*/acc_grads", "accumulation"),
+    ("*/gradient_accumulators", "accumulation"), ("*/ema", "averages"), ("*/model_avg", "averages"),
+    ("*/state_dict_ema", "averages"), ("*/model_ema", "averages"), ("*/ema_model", "averages"),
+    ("*/averaging_state", "averages"), ("extra/torch/state_dict", "averages"), ("*/rng", "random"),
+    ("*/rngs", "random"), ("*/*_rng", "random"), ("*rng_state*", "random"), ("*/random_states_*", "random"),
+    ("*/sampler", "data"), ("*/sampler*.bin", "data"), ("*/data_iter", "data"), ("*/train_ds*", "data"),
+    ("*/epoch", "epoch"), ("*/cur_epoch", "epoch"), ("*/trainer_state", "trainer"), ("*/loops", "trainer"),
+)  # fmt: skip
 """Pattern of a record's canonical name -> what it is; the first that fits is meant.
 
 Source: transformers trainer_callback.py, `TrainerState`; accelerate utils/constants.py; Lightning

@@ -20,16 +20,6 @@ from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, Muon, S
 from statekit.tensorflow.step_attestation import attested_step  # noqa: E402 - after the backend
 
 __all__ = [
-    "LAMB",
-    "LANS",
-    "Adafactor",
-    "AdamW",
-    "AttestCallback",
-    "Muon",
-    "ScaledAdam",
-    "SealCallback",
-    "attest",
-    "attested_step",
-    "load_optimizer",
-    "load_params",
-]
+    "LAMB", "LANS", "Adafactor", "AdamW", "AttestCallback", "Muon", "ScaledAdam", "SealCallback", "attest",
+    "attested_step", "load_optimizer", "load_params",
+]  # fmt: skip

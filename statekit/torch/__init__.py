@@ -30,15 +30,6 @@ for _module in ("adafactor", "adamw", "lamb", "lans", "scaled_adam"):
     sys.modules[f"{__name__}.{_module}"] = optimizers
 
 __all__ = [
-    "LAMB",
-    "LANS",
-    "Adafactor",
-    "AdamW",
-    "Muon",
-    "Partition",
-    "ScaledAdam",
-    "attest",
-    "attested_step",
-    "load_optimizer",
-    "load_params",
-]
+    "LAMB", "LANS", "Adafactor", "AdamW", "Muon", "Partition", "ScaledAdam", "attest", "attested_step",
+    "load_optimizer", "load_params",
+]  # fmt: skip

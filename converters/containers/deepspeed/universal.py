@@ -26,11 +26,8 @@ from statekit.tensors.views import Concatenated, Segment
 _STATE = "optimizer_state.pt"
 _STEP = "step"
 _OF_RANK = {
-    "optimizer_state_dict",
-    "base_optimizer_state",
-    "fp32_flat_groups",
-    "single_partition_of_fp32_groups",
-}
+    "optimizer_state_dict", "base_optimizer_state", "fp32_flat_groups", "single_partition_of_fp32_groups",
+}  # fmt: skip
 
 
 def universal_state(

@@ -232,17 +232,9 @@ _HANDLERS = ("PyTreeCheckpointHandler", "StandardCheckpointHandler", "JsonCheckp
 """Those whose items are trees of arrays, or JSON."""
 
 _OWN_FILES = {
-    TREE_METADATA,
-    STEP_METADATA,
-    INDEX,
-    STRINGS,
-    "_sharding",
-    COMMIT,
-    "orbax.checkpoint",
-    "manifest.ocdbt",
-    "d",
+    TREE_METADATA, STEP_METADATA, INDEX, STRINGS, "_sharding", COMMIT, "orbax.checkpoint", "manifest.ocdbt", "d",
     "array_metadatas",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

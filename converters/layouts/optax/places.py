@@ -32,18 +32,8 @@ Pair: TypeAlias = tuple[Path, Path]
 """Where parameters are, and where an optimizer's state is."""
 _WORDS = re.compile(r"[^A-Za-z0-9]+")
 _GENERIC = {
-    "params",
-    "param",
-    "weights",
-    "model",
-    "net",
-    "network",
-    "opt",
-    "optim",
-    "optimizer",
-    "state",
-    "tx",
-}
+    "params", "param", "weights", "model", "net", "network", "opt", "optim", "optimizer", "state", "tx",
+}  # fmt: skip
 """Words in the names of parameters and optimizers that don't say whose they are."""
 
 

@@ -191,11 +191,8 @@ _GATHERED = ("dcp",)
 """Containers in which an optimizer by name is nothing special."""
 _LIMIT = "max_grad_norm"
 _OF_GRADIENTS = (
-    "gradient_accumulation_steps",
-    "label_smoothing_factor",
-    "neftune_noise_alpha",
-    "average_tokens_across_devices",
-)
+    "gradient_accumulation_steps", "label_smoothing_factor", "neftune_noise_alpha", "average_tokens_across_devices",
+)  # fmt: skip
 CLIP, DECOUPLED = "global_norm_clip_threshold", "decoupled_weight_decay"
 _DECOUPLES = {"adamw": True, "adam": False}
 """Whether an optimizer's weight decay is decoupled."""

@@ -25,21 +25,9 @@ from statekit.tensors.typed import Name, fits
 PARAMS = "params"
 BESIDE = frozenset({"batch_stats", "step", "epoch", "rng", "metadata"})
 """What a model's file may hold beside its parameters."""
-OF_OPTIMIZERS = frozenset(
-    {
-        "opt_state",
-        "optimizer",
-        "optimizer_state",
-        "state",
-        "mu",
-        "nu",
-        "count",
-        "trace",
-        "momentum",
-        "v_row",
-        "v_col",
-    }
-)
+OF_OPTIMIZERS = frozenset({
+    "opt_state", "optimizer", "optimizer_state", "state", "mu", "nu", "count", "trace", "momentum", "v_row", "v_col",
+})  # fmt: skip
 """Keys that a bare tree with an optimizer's state has somewhere.
 
 Source: google-deepmind/optax, optax/_src/transform.py; google/flax, flax/training/train_state.py.

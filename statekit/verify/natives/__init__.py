@@ -86,14 +86,9 @@ class Class:
 
 
 _TORCH = (
-    "torch-optim",
-    "torch-fqn",
-    "torch-fqn-flat",
-    "deepspeed",
-    "megatron",
-    "megatron-float16",
+    "torch-optim", "torch-fqn", "torch-fqn-flat", "deepspeed", "megatron", "megatron-float16",
     "megatron-distributed",
-)
+)  # fmt: skip
 _KERAS = ("keras", "tf2-keras")
 _OF_KERAS = ("keras", "tensorflow", "h5py")
 _OF_OPTAX = ("optax", "jax", "flax")
