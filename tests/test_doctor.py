@@ -705,3 +705,67 @@ def test_an_array_of_text_in_an_npz_is_a_remark(tmp_path: Path) -> None:
     params = {"params/w": np.ones((4, 3), np.float32), "opt_state/0/count": np.asarray(5, np.int32)}
     np.savez(tmp_path / "run.npz", **moments, **params, note=np.asarray("text"))  # type: ignore[arg-type]  # of savez' own stub
     assert doctor(tmp_path / "run.npz", hints=Hints(optimizer="adamw"))
+
+
+def adam_of(path: Path, moments: Callable[[Any], Any], **options: Any) -> list[str]:
+    """Saves an Adam of four matrices, of one of which the state is changed; returns the findings of doctor."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 3, bias=False) for _ in range(4))
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    moments(optimizer.state[next(model.parameters())])
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    (examined,) = doctor(path)
+    return [finding.name for finding in examined.findings]
+
+
+@pytest.mark.parametrize("slot", ["exp_avg_sq", "max_exp_avg_sq"])
+def test_a_second_moment_of_zeros_beside_a_first_moment_is_found(slot: str, tmp_path: Path) -> None:
+    """It divides the next update by epsilon. Seen red: nothing found."""
+    assert adam_of(tmp_path / "a.pt", lambda state: state[slot].zero_(), amsgrad=True) == [
+        "second-moment-zero"
+    ]
+
+
+def both(state: Any) -> None:
+    state["exp_avg"].zero_()
+    state["exp_avg_sq"].zero_()
+
+
+def tiny(state: Any) -> None:
+    state["exp_avg"].mul_(1e-22)
+    state["exp_avg_sq"].zero_()
+
+
+HONEST: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "without gradients": (both, {}),
+    "gradients whose squares no float32 has": (tiny, {}),
+    "a first moment of the last gradient": (lambda state: state["exp_avg"].zero_(), {"betas": (0.0, 0.999)}),
+    "a first moment that outlives the second": (
+        lambda state: state["exp_avg_sq"].zero_(),
+        {"betas": (0.99, 0.9)},
+    ),
+    "rows without gradients": (
+        lambda state: [state[name][1:].zero_() for name in ("exp_avg", "exp_avg_sq")],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HONEST)
+def test_moments_that_a_run_may_leave_so_are_no_fault(kind: str, tmp_path: Path) -> None:
+    change, options = HONEST[kind]
+    assert adam_of(tmp_path / "a.pt", change, **options) == []
+
+
+def test_weights_of_whole_numbers_are_named(tmp_path: Path) -> None:
+    """Seen red: ValueError, "data type int32 not inexact", of their factored moments."""
+    run = GOLDEN / "t5x_checkpoints/sharded_2x2/legacy/checkpoint_4"
+    shutil.copytree(run, tmp_path / "checkpoint_4")
+    header = tmp_path / "checkpoint_4/target.encoder.layers_0.mlp.wi_0.kernel/.zarray"
+    header.write_text(header.read_text().replace('"<f4"', '"<i4"'))
+    (examined,) = doctor(tmp_path / "checkpoint_4")
+    assert "undecodable" in [finding.name for finding in examined.findings]

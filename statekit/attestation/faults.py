@@ -88,7 +88,7 @@ FILE_FAULTS: Mapping[str, Fault] = {
         "the slot is another one, or damaged: look at the names that it was saved under",
     ),
     "second-moment-zero": Fault(
-        "Second moments are zero, though the rule adds epsilon to every square.",
+        "Second moments are zero, though the rule brings each of them a value.",
         "their root divides the gradient",
         f"they were not saved, or stand for slots that aren't in use: {_OTHER}",
     ),

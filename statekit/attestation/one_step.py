@@ -26,7 +26,8 @@ from statekit.state.param_names import is_adapted
 from statekit.state.schema import WEIGHTS, is_native, load_schema
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import GONE, Axis, Group, Kind, TrainState
-from statekit.tensors.tensor import DTYPES, Shape, Tensor, bytes_of, nbytes
+from statekit.tensors.stats import measure
+from statekit.tensors.tensor import DTYPES, Shape, Tensor, bytes_of, float_info, nbytes
 
 SMALL = 16
 """Bytes: smaller tensors may well be equal by chance."""
@@ -222,8 +223,18 @@ def _zero(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
         if len(zeros) == len(readings):
             where = [place((path, name)) for path in zeros]
             yield fault("moments-zero", where, f"values after {state.counts.updates} updates", "zeros")
-        elif where := [place((path, name)) for path in zeros if _never_zero(state, path, name)]:
-            yield fault("second-moment-zero", where, "at least epsilon1", "zeros")
+        else:
+            yield from _second_moments_of_zeros(state, read, name, zeros)
+
+
+def _second_moments_of_zeros(
+    state: TrainState, read: Mapping[Key, Reading], name: str, zeros: Sequence[str]
+) -> Iterator[Finding]:
+    """Yields the second moments that can't be zero, of the parameters whose slot of a name is, and others' isn't."""
+    if where := [place((path, name)) for path in zeros if _never_zero(state, path, name)]:
+        yield fault("second-moment-zero", where, "at least epsilon1", "zeros")
+    if where := [place((path, name)) for path in zeros if _has_lost_squares(state, read, path, name)]:
+        yield fault("second-moment-zero", where, "squares of what the first moment averages", "zeros")
 
 
 def _are_lost(state: TrainState, readings: Mapping[str, Mapping[str, Reading]]) -> bool:
@@ -261,6 +272,44 @@ def _never_zero(state: TrainState, path: str, name: str) -> bool:
     added = variant_constants(schema, variant)["epsilon1_place"] == "added_to_square"
     # What is below the least number of the slot's dtype is zero in it.
     return added and epsilon > 1e-37 and state.slots[path][name].dtype == np.float32
+
+
+def _has_lost_squares(state: TrainState, read: Mapping[Key, Reading], path: str, name: str) -> bool:
+    """Tells whether a second moment of zeros stands beside a first moment that no gradients with such squares give."""
+    group = state.group_of(path)
+    if group is None:
+        return False
+    slots = load_schema(state.optimizer.kind(group)[0]).data["slots"]
+    powers = {n: slot["gradient_power"]["power"] for n, slot in slots.items() if slot["shape"] == "parameter"}
+    first = next((n for n in state.slots[path] if powers.get(n) == 1), "")
+    if powers.get(name) != 2 or not first or read[path, first].is_zero:
+        return False
+    tensors = (state.params[path], state.slots[path][first], state.slots[path][name])
+    bound = _largest_without_squares(group, tensors)
+    stats = measure(state.slots[path][first])
+    return max(-(stats.minimum or 0.0), stats.maximum or 0.0) > _SURELY * bound
+
+
+def _largest_without_squares(group: Group, tensors: Sequence[Tensor]) -> float:
+    """Returns how large a first moment may be beside a second moment of zeros; infinite where nothing tells.
+
+    Squares below the least normal number may be zero. A gradient k updates ago then was at most
+    sqrt(least / (1 - beta2)) / beta2^(k/2), which the first moment has by (1 - beta1) beta1^k.
+    """
+    beta1, beta2 = (group.hyperparameters.get(n, usual) for n, usual in (("beta1", 0.9), ("beta2", 0.999)))
+    are_known = isinstance(beta1, (int, float)) and isinstance(beta2, (int, float))
+    if (
+        not are_known
+        or not 0 <= beta1 < math.sqrt(max(beta2, 0)) < 1
+        or any(t.dtype.kind in "biu" for t in tensors)
+    ):
+        return math.inf
+    least = max(float(float_info(tensor.dtype).smallest_normal) for tensor in tensors)
+    return math.sqrt(least / (1 - beta2)) * (1 - beta1) / (1 - beta1 / math.sqrt(beta2))
+
+
+_SURELY = 1024
+"""How far above the bound a first moment must be: betas may have changed. Chosen, not derived (docs/bounds.md)."""
 
 
 def _schema(state: TrainState, path: str) -> str:

@@ -234,5 +234,7 @@ def _unequal(left: Array, other: Array) -> int:
 
 
 def precision(tensor: Tensor) -> float:
-    """Returns how far one rounding may take a number of a tensor's dtype, relative to it."""
+    """Returns how far one rounding may take a number of a tensor's dtype, relative to it; 0.0 of whole numbers."""
+    if tensor.dtype.kind in "biu":
+        return 0.0
     return float(2.0 ** -(float_info(tensor.dtype).nmant + 1))
