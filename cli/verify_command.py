@@ -269,6 +269,11 @@ def _repeat(
         screen.say(
             f"{path}: {'it comes out the same' if done.same else 'it comes out otherwise'}.", bold=True
         )
+        asked, replay = done.again.data["asked"], done.again.data["replay"]
+        steps = plural(replay["updates"], "update") if replay["stepped"] else "no update"
+        screen.say(
+            f"{asked['source']} to {asked['target']}: {done.again.data['verdict']['headline']}; {steps}."
+        )
         screen.show_list("Other than in the certificate:", done.differs)
         screen.show_list("Other, as another machine or other versions may have it:", done.notes)
     return DONE if done.same and done.passed else WANTING

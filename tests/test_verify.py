@@ -35,7 +35,7 @@ from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.probes import _of_one_mean, gradients_of, sampled
 from statekit.verify.repetition import repeated
 from statekit.verify.side_by_side import refuse_short_memory
-from statekit.verify.verification import verify
+from statekit.verify.verification import Asked, _map_of, verify
 
 T5X = COMPACT / "t5x/momentum_f32/checkpoint/checkpoint_4"
 SAID = Hints({"beta1": 0.9})
@@ -511,3 +511,71 @@ def test_rows_and_columns_of_a_part_have_one_mean_as_those_of_the_whole() -> Non
     row, column = (slot.read().astype(np.float64).mean() for slot in _of_one_mean(slots).values())
     assert abs(row - column) < 1e-6 * row
     assert _of_one_mean({"v": slots["v_row"]}) == {"v": slots["v_row"]}
+
+
+def forged(made: Certificate, path: Path, *keys: Any, value: Any) -> Path:
+    """Writes a certificate of which one value is another, with the digest that belongs to it."""
+    data = json.loads(json.dumps(made.data))
+    node = data
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    Certificate(data).save(path)
+    return path
+
+
+ODD = [None, [], {}, "x", 1.5, -1, [[]]]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("asked",), ("asked", "steps"), ("asked", "gradients"), ("asked", "backend"), ("asked", "everything"),
+        ("asked", "seed"), ("asked", "map"), ("asked", "config"), ("asked", "variant"), ("asked", "hparams"),
+        ("asked", "source"), ("asked", "step"), ("asked", "param_names"), ("asked", "schedule"), ("versions",),
+        ("verdict",), ("verdict", "whole"), ("identity",), ("identity", "source"), ("map",), ("map", "tensors"),
+        ("rule",), ("replay",), ("replay", "probes"), ("replay", "gradients_file"), ("controls",),
+    ],
+)  # fmt: skip
+@pytest.mark.torch
+def test_somebody_elses_certificate_ends_in_a_typed_error(
+    keys: tuple[str, ...], made: Certificate, tmp_path: Path
+) -> None:
+    """Its digest is right, and its content is not. Seen red: TypeError, AttributeError, KeyError."""
+    cert, seen = tmp_path / "cert.json", 0
+    for value in ODD:
+        forged(made, cert, *keys, value=value)
+        try:
+            Asked.from_json(read_certificate(cert).data["asked"], cert)
+        except StatekitError:
+            seen += 1
+    assert seen >= 3
+
+
+@pytest.mark.torch
+def test_a_certificate_decides_on_no_trust(made: Certificate, tmp_path: Path) -> None:
+    """Seen red: links were followed and a contradicted manifest passed because the certificate said so."""
+    for name, value in (("accept_damaged", True), ("follow_links", True), ("budget", 2**50)):
+        cert = forged(made, tmp_path / "cert.json", "asked", name, value=value)
+        with pytest.raises(FormatError, match=f"isn't known @ {name}"):
+            repeated(cert)
+
+
+@pytest.mark.torch
+def test_claims_that_do_not_come_out_again_are_named(made: Certificate, tmp_path: Path) -> None:
+    """Seen red: "it comes out the same"."""
+    claims = {("verdict", "exactness"): "lossy", ("rule", "to"): "lamb/apex", ("replay", "updates"): 1000}
+    data = json.loads(json.dumps(made.data))
+    for (part, name), value in claims.items():
+        data[part][name] = value
+    data["map"]["dropped"] = {"extra/run": "no place"}
+    Certificate(data).save(tmp_path / "cert.json")
+    differs = repeated(tmp_path / "cert.json").differs
+    assert len(differs) == 4 and differs[-1].startswith("left behind by one of both alone: extra/run")
+
+
+def test_a_targets_manifest_names_no_file_of_this_machine(tmp_path: Path) -> None:
+    """Seen red: the file was read, wherever it lay."""
+    (tmp_path / "secret.json").write_text("{}")
+    with pytest.raises(UsageError, match="a map of a file"):
+        _map_of({"name": str(tmp_path / "secret.json")})

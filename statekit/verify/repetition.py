@@ -9,7 +9,7 @@ from typing import Any
 
 from statekit.conversion.checkpoint_ref import CheckpointRef, option
 from statekit.conversion.contracts import NO_HINTS
-from statekit.errors import FormatError, UsageError
+from statekit.errors import FormatError, UsageError, some
 from statekit.files.tree import Place
 from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.verification import Asked, OnProgress, certificate
@@ -68,7 +68,7 @@ def repeated(
     """
     old = read_certificate(path)
     try:
-        asked = Asked.from_json(old.data["asked"])
+        asked = Asked.from_json(old.data["asked"], path)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
             "A certificate lacks the options of its proof.",
@@ -106,6 +106,24 @@ def differences(old: Certificate, again: Certificate) -> Iterator[str]:
         if not _is_same(before.get(name), after.get(name)):
             yield f"{name}: {after.get(name)}, {before.get(name)} in the certificate"
     yield from _undetected(old, again)
+    yield from _claims(old, again)
+
+
+_CLAIMS = (
+    ("verdict", "passed"), ("verdict", "exactness"), ("verdict", "nobody_gave"), ("rule", "from"), ("rule", "to"),
+    ("rule", "exactness"), ("map", "kept"), ("replay", "stepped"), ("replay", "updates"),
+)  # fmt: skip
+"""What a certificate claims that no other processor and no other version of a library makes otherwise."""
+
+
+def _claims(old: Certificate, again: Certificate) -> Iterator[str]:
+    """Yields what a certificate claims beside its verdicts and doesn't come out again."""
+    for part, name in _CLAIMS:
+        before, now = (paper.data[part].get(name) for paper in (old, again))
+        if before != now and name in old.data[part]:
+            yield f"the {part}'s {name} is {now!r:.200}, {before!r:.200} in the certificate"
+    if gone := {*old.data["map"].get("dropped", ())} ^ {*again.data["map"]["dropped"]}:
+        yield f"left behind by one of both alone: {some(sorted(map(str, gone)))}"
 
 
 def _undetected(old: Certificate, again: Certificate) -> Iterator[str]:
