@@ -21,6 +21,7 @@ from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import ref_of
 from statekit.conversion.open_state import chosen_container
 from statekit.errors import MissingExtraError, extra
+from statekit.files.durable import replace_file
 from statekit.state.param_names import NAMES_FILE, saved_names
 from statekit.state.run import TRAINER_ARGUMENTS
 from statekit.tensors.tree import at
@@ -106,7 +107,11 @@ class NamesCallback(TrainerCallback):  # type: ignore[misc]  # its base is untyp
     """
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Writes the names, in the process that writes the checkpoint."""
+        """Writes the names, in the process that writes the checkpoint.
+
+        Raises:
+            CommitError, TargetExistsError: They can't be written, or a link, folder or FIFO has their name.
+        """
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         optimizer, model = given.get("optimizer"), given.get("model")
         if not state.is_world_process_zero or optimizer is None or model is None or not folder.is_dir():
@@ -116,7 +121,8 @@ class NamesCallback(TrainerCallback):  # type: ignore[misc]  # its base is untyp
         names = {id(param): saved.get(name, name) for name, param in named}
         groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
         if all(name is not None for group in groups for name in group):
-            (folder / NAMES_FILE).write_text(json.dumps({"param_groups": groups}, indent=1) + "\n")
+            text = json.dumps({"param_groups": groups}, indent=1) + "\n"
+            replace_file(folder / NAMES_FILE, text.encode())
 
 
 class SealCallback(SealsEachSave, NamesCallback):

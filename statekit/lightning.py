@@ -6,7 +6,6 @@ resumed run is its checkpoint's. statekit.lightning.SealCallback() seals each sa
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from statekit.errors import MissingExtraError, extra
@@ -14,7 +13,7 @@ from statekit.errors import MissingExtraError, extra
 try:
     from lightning.pytorch.callbacks import Callback
 
-    from statekit.attestation.each_save import OnSave, SealsEachSave
+    from statekit.attestation.each_save import OnSave, SealsEachSave, written_at
     from statekit.attestation.once import AttestsOnce
     from statekit.torch.attestation import attest
 except ModuleNotFoundError as error:
@@ -77,7 +76,7 @@ class SealCallback(SealsEachSave, Callback):  # type: ignore[misc]  # its base i
 
     def __init__(self, on_save: OnSave | None = None) -> None:
         super().__init__(on_save)
-        self._seen: set[tuple[str, int]] = set()
+        self._seen: set[tuple[str, int | None]] = set()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begins to seal what was written since the batch before."""
@@ -95,8 +94,7 @@ class SealCallback(SealsEachSave, Callback):  # type: ignore[misc]  # its base i
             for path in (kept.best_model_path, kept.last_model_path)
         }
         for path in sorted(filter(None, written)) if trainer.is_global_zero else ():
-            place = Path(path)
-            save = (path, place.stat().st_mtime_ns if place.exists() else 0)
+            save = (path, written_at(path))
             if save not in self._seen:
                 self._seen.add(save)
-                self.begin(place)
+                self.begin(path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import statekit
 from statekit.attestation.each_save import SealsEachSave
+from statekit.errors import TargetExistsError
 from statekit.state.param_names import NAMES_FILE
 
 torch = pytest.importorskip("torch")
@@ -174,3 +176,39 @@ def test_a_loop_with_orbax_seals_each_save(tmp_path: Path) -> None:
             seals.begin(tmp_path / "run" / f"{step}")
     seals.wait()
     assert [(save.path.name, save.passed) for save in seals.saves] == [("1", True), ("2", True)]
+
+
+def test_files_of_keras_are_found_whatever_they_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run in `run[1]` was not sealed, in silence, and a link to nothing ended it: FileNotFoundError."""
+    statekit_tensorflow = pytest.importorskip("statekit.tensorflow")
+    folder, begun = tmp_path / "run[1]*", list[str]()
+    folder.mkdir()
+    (folder / "00-9.00{x}.keras").symlink_to("nowhere")
+    seals = statekit_tensorflow.SealCallback(str(folder / "{epoch:02d}-{loss:.2f}{{x}}.keras"))
+    monkeypatch.setattr(seals, "begin", begun.append)
+    (folder / "01-0.50{x}.keras").touch()
+    seals.on_train_batch_begin(1)
+    assert [Path(path).name for path in begun] == ["01-0.50{x}.keras"]
+
+
+def test_names_go_into_no_other_file(tmp_path: Path) -> None:
+    """What a link led to was written over, and a FIFO held the run for ever."""
+    pytest.importorskip("transformers")
+    from statekit.hf import NamesCallback
+
+    folder, other = tmp_path / "checkpoint-3", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("mine")
+    (folder / NAMES_FILE).symlink_to(other)
+    model = torch.nn.Linear(2, 1)
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(global_step=3, is_world_process_zero=True)
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    with pytest.raises(TargetExistsError):
+        NamesCallback().on_save(args, state, None, **given)
+    assert other.read_text() == "mine"
+    (folder / NAMES_FILE).unlink()
+    NamesCallback().on_save(args, state, None, **given)
+    assert "weight" in (folder / NAMES_FILE).read_text()

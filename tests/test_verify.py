@@ -524,7 +524,7 @@ def forged(made: Certificate, path: Path, *keys: Any, value: Any) -> Path:
     return path
 
 
-ODD = [None, [], {}, "x", 1.5, -1, [[]]]
+ODD: list[Any] = [None, [], {}, "x", 1.5, -1, [[]]]
 
 
 @pytest.mark.parametrize(

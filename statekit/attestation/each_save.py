@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -86,6 +87,14 @@ class SealsEachSave:
         save = sealed_and_examined(path)
         self.saves.append(save)
         self._on_save(save)
+
+
+def written_at(path: str | PathLike[str]) -> int | None:
+    """Returns when a file or folder was written, in nanoseconds; None where it isn't there, or no more."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return None
 
 
 def sealed_and_examined(path: Path) -> Save:

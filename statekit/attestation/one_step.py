@@ -305,7 +305,7 @@ def _largest_without_squares(group: Group, tensors: Sequence[Tensor]) -> float:
     ):
         return math.inf
     least = max(float(float_info(tensor.dtype).smallest_normal) for tensor in tensors)
-    return math.sqrt(least / (1 - beta2)) * (1 - beta1) / (1 - beta1 / math.sqrt(beta2))
+    return math.sqrt(least / (1 - beta2)) * float((1 - beta1) / (1 - beta1 / math.sqrt(beta2)))
 
 
 _SURELY = 1024

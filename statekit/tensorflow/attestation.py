@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from glob import glob
+from glob import escape, glob
 from os import PathLike
+from string import Formatter
 from typing import Any, Unpack
 
 import keras
 
 from statekit.attestation.attestation import Attestation, Finding
-from statekit.attestation.each_save import OnSave, SealsEachSave
+from statekit.attestation.each_save import OnSave, SealsEachSave, written_at
 from statekit.attestation.faults import fault
 from statekit.attestation.live_run import LiveRun
 from statekit.attestation.once import AttestsOnce
@@ -196,7 +196,8 @@ class SealCallback(SealsEachSave, keras.callbacks.Callback):  # type: ignore[mis
 
     def __init__(self, filepath: str, on_save: OnSave | None = None) -> None:
         super().__init__(on_save)
-        self._pattern = re.sub(r"\{[^{}]*\}", "*", os.fspath(filepath))
+        parts = Formatter().parse(os.fspath(filepath))
+        self._pattern = "".join(escape(text) + "*" * (field is not None) for text, field, *_ in parts)
         self._seen = self._written()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -216,7 +217,8 @@ class SealCallback(SealsEachSave, keras.callbacks.Callback):  # type: ignore[mis
 
     def _written(self) -> set[tuple[str, int]]:
         """Returns the files that are there, each with the time when it was written."""
-        return {(path, os.stat(path).st_mtime_ns) for path in glob(self._pattern)}
+        times = {path: written_at(path) for path in glob(self._pattern)}
+        return {(path, time) for path, time in times.items() if time is not None}
 
 
 _PERIODS = "gradient_accumulation_steps"
