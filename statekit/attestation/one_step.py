@@ -275,37 +275,34 @@ def _never_zero(state: TrainState, path: str, name: str) -> bool:
 
 
 def _has_lost_squares(state: TrainState, read: Mapping[Key, Reading], path: str, name: str) -> bool:
-    """Tells whether a second moment of zeros stands beside a first moment that no gradients with such squares give."""
-    group = state.group_of(path)
-    if group is None:
-        return False
-    slots = load_schema(state.optimizer.kind(group)[0]).data["slots"]
-    powers = {n: slot["gradient_power"]["power"] for n, slot in slots.items() if slot["shape"] == "parameter"}
-    first = next((n for n in state.slots[path] if powers.get(n) == 1), "")
-    if powers.get(name) != 2 or not first or read[path, first].is_zero:
-        return False
-    tensors = (state.params[path], state.slots[path][first], state.slots[path][name])
-    bound = _largest_without_squares(group, tensors)
-    stats = measure(state.slots[path][first])
-    return max(-(stats.minimum or 0.0), stats.maximum or 0.0) > _SURELY * bound
-
-
-def _largest_without_squares(group: Group, tensors: Sequence[Tensor]) -> float:
-    """Returns how large a first moment may be beside a second moment of zeros; infinite where nothing tells.
+    """Tells whether a second moment of zeros stands beside a first moment that no gradients with such squares give.
 
     Squares below the least normal number may be zero. A gradient k updates ago then was at most
     sqrt(least / (1 - beta2)) / beta2^(k/2), which the first moment has by (1 - beta1) beta1^k.
     """
-    beta1, beta2 = (group.hyperparameters.get(n, usual) for n, usual in (("beta1", 0.9), ("beta2", 0.999)))
-    are_known = isinstance(beta1, (int, float)) and isinstance(beta2, (int, float))
+    group, kept = state.group_of(path), state.slots[path]
     if (
-        not are_known
-        or not 0 <= beta1 < math.sqrt(max(beta2, 0)) < 1
-        or any(t.dtype.kind in "biu" for t in tensors)
+        group is None
+        or name not in _squares(state, group)
+        or (path, "m") not in read
+        or read[path, "m"].is_zero
     ):
-        return math.inf
+        return False
+    usual = load_schema(state.optimizer.kind(group)[0]).data["slots"]["m"]["gradient_power"]["power"] == 1
+    beta1, beta2 = (
+        group.hyperparameters.get(n, default) for n, default in (("beta1", 0.9), ("beta2", 0.999))
+    )
+    tensors = (state.params[path], kept["m"], kept[name])
+    if not usual or any(tensor.dtype.kind in "biu" for tensor in tensors):
+        return False
+    if not (
+        isinstance(beta1, (int, float)) and isinstance(beta2, (int, float)) and 0 <= beta1 < beta2**0.5 < 1
+    ):
+        return False
     least = max(float(float_info(tensor.dtype).smallest_normal) for tensor in tensors)
-    return math.sqrt(least / (1 - beta2)) * float((1 - beta1) / (1 - beta1 / math.sqrt(beta2)))
+    bound = math.sqrt(least / (1 - beta2)) * (1 - beta1) / (1 - beta1 / math.sqrt(beta2))
+    stats = measure(kept["m"])
+    return max(-(stats.minimum or 0.0), stats.maximum or 0.0) > _SURELY * bound
 
 
 _SURELY = 1024

@@ -1,4 +1,4 @@
-"""Holds JSON to a JSON Schema, as far as the schema of maps goes: all that is wrong at once, each with its place.
+"""Holds JSON to a JSON Schema, as far as those of maps and certificates go: all faults at once, with their places.
 
 Source: JSON Schema 2020-12, https://json-schema.org/draft/2020-12.
 """
@@ -16,12 +16,14 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "array": lambda value: isinstance(value, list),
     "string": lambda value: isinstance(value, str),
     "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
 }
 _CHECKED = {
     "type", "const", "minimum", "pattern", "properties", "required", "additionalProperties", "propertyNames",
-    "minProperties", "maxProperties", "items", "minItems", "maxItems", "uniqueItems", "oneOf", "$ref",
+    "minProperties", "maxProperties", "items", "minItems", "maxItems", "uniqueItems", "oneOf", "$ref", "enum", "if",
+    "then", "else",
 }  # fmt: skip
 _SAID = {"$schema", "$id", "$defs", "title", "description"}
 
@@ -45,6 +47,11 @@ def faults(value: Any, schema: Schema, root: Schema | None = None, place: str = 
         yield from faults(value, root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root, place)
     if "const" in schema and value != schema["const"]:
         yield f"is {value!r:.80}, expected {schema['const']!r}", place
+    if value not in schema.get("enum", [value]):
+        yield f"is {value!r:.80}, expected one of {', '.join(schema['enum'])}", place
+    if "if" in schema:
+        branch = "else" if any(faults(value, schema["if"], root, place)) else "then"
+        yield from faults(value, schema[branch], root, place)
     if "type" in schema and not _KINDS[schema["type"]](value):
         yield f"is {value!r:.80}, expected of type {schema['type']}", place
         return

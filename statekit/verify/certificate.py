@@ -7,75 +7,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
-from statekit.errors import FormatError, StatekitError, printable
+from statekit.errors import Faults, FormatError, StatekitError, printable
 from statekit.files.durable import replace_file
 from statekit.files.homes import check_name
 from statekit.files.source import read_small
+from statekit.maps import json_schema
 from statekit.tensors.digest import json_digest
-from statekit.tensors.tree import strict_json
-from statekit.tensors.typed import Name, typed
+from statekit.tensors.tree import shipped_json, strict_json
 from statekit.verify.identity import VERDICTS, Verdict
 
 FORMAT, VERSION = "statekit-certificate", 1
-
-
-class _Whole(TypedDict):
-    whole: Verdict
-    passed: bool
-
-
-class _Side(TypedDict):
-    root: Name
-
-
-class _Identity(TypedDict):
-    source: _Side
-    target: _Side
-
-
-class _Row(TypedDict):
-    name: Name
-    verdict: Verdict
-
-
-class _Map(TypedDict):
-    tensors: list[_Row]
-
-
-class _File(TypedDict):
-    digest: Name
-
-
-class _Probe(TypedDict):
-    name: Name
-    ulps: Any
-
-
-class _Replay(TypedDict):
-    gradients_file: NotRequired[_File]
-    probes: NotRequired[list[_Probe]]
-
-
-class _Control(TypedDict):
-    name: Name
-    detected: bool
-
-
-class _Form(TypedDict):
-    """What of a certificate is compared when it is made again."""
-
-    versions: dict[Name, Any]
-    verdict: _Whole
-    identity: _Identity
-    map: _Map
-    rule: dict[Name, Any]
-    replay: _Replay
-    controls: list[_Control]
-
-
-_PARTS = ("asked", "command", "versions", "verdict", "identity", "map", "rule", "replay", "controls")
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,9 +101,10 @@ def read_certificate(path: Path) -> Certificate:
         raise FormatError(
             "The file isn't a certificate of this version.", place=path, expected=f"{FORMAT} {VERSION}"
         )
-    if missing := [name for name in _PARTS if name not in data]:
-        raise FormatError("A certificate lacks parts.", place=path, expected=", ".join(missing))
-    typed(data, _Form, path, "A certificate has another form than its schema gives it")
+    schema = shipped_json("statekit.schemas", "statekit-certificate.schema.json")
+    Faults(json_schema.faults(data, schema)).check(
+        FormatError, "A certificate has another form than its schema gives it", place=path
+    )
     stated = data.pop("digest", None)
     certificate = Certificate(data)
     if certificate.digest != stated:

@@ -9,7 +9,7 @@ from typing import Any
 
 from statekit.conversion.checkpoint_ref import CheckpointRef, option
 from statekit.conversion.contracts import NO_HINTS
-from statekit.errors import FormatError, UsageError, some
+from statekit.errors import UsageError, some
 from statekit.files.tree import Place
 from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.verification import Asked, OnProgress, certificate
@@ -67,15 +67,7 @@ def repeated(
         As `verify`.
     """
     old = read_certificate(path)
-    try:
-        asked = Asked.from_json(old.data["asked"], path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(
-            "A certificate lacks the options of its proof.",
-            place=path,
-            expected="schemas/statekit-certificate.schema.json",
-            found=f"{type(error).__name__}: {error}",
-        ) from None
+    asked = Asked.from_json(old.data["asked"])
     given = {name: value for name, value in hints.options("place", "meaning").items() if name != "hparams"}
     if twice := sorted(given.keys() & asked.ref.options("place", "meaning").keys()):
         raise UsageError(

@@ -10,22 +10,22 @@ import platform
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
-from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, RefOptions, ref_of
+from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Exactness
 from statekit.conversion.open_state import OpenState, open_beside
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import SCHEDULE, Prepared, carried_out, prepare
 from statekit.conversion.rule_change import Bridge, Compared, RuleChange
 from statekit.conversion.target import is_carried, unsaid
-from statekit.errors import Faults, FormatError, StatekitError, UsageError, some
+from statekit.errors import StatekitError, UsageError, some
 from statekit.files.source import checkpoint_place
 from statekit.files.tree import Place
 from statekit.maps.links import StateMap
@@ -42,7 +42,7 @@ from statekit.state.stored_params import as_params
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tree import from_json, report_json, to_json
-from statekit.tensors.typed import Name, Natural, typed
+from statekit.tensors.typed import typed
 from statekit.verify.certificate import FORMAT, VERSION, Certificate
 from statekit.verify.identity import VERDICTS, Bijection, Reader, Row, Verdict, bijection, compared
 from statekit.verify.natives import installed
@@ -50,25 +50,6 @@ from statekit.verify.side_by_side import SideBySide
 
 STEPS = 3
 """Updates of each probe, unless somebody says another number."""
-
-
-_NO_REQUEST = "A certificate doesn't say what was asked for"
-
-
-class _AskedRecord(TypedDict):
-    """What a certificate says of a verification, but for what is said of the source."""
-
-    source: Name
-    target: Name
-    steps: Natural
-    gradients: Name
-    backend: Name
-    everything: bool
-    seed: Natural
-    require: Literal["bitwise", "rounding", "statistics", "estimate", "lossy"]
-    map: NotRequired[Name | None]
-    config: NotRequired[dict[Name, Any] | None]
-    step_offset: NotRequired[StepOffset]
 
 
 @dataclass(frozen=True)
@@ -114,31 +95,11 @@ class Asked:
         return {**to_json(data), "require": self.require.name.lower()}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any], place: object) -> Asked:
-        """Returns the request of a certificate, which may be anybody's: how far files are trusted is no part of it.
-
-        Args:
-            data: The certificate's field.
-            place: The certificate.
-
-        Raises:
-            FormatError: It isn't a request.
-        """
-        values: Any = {
-            name: from_json(value) for name, value in typed(data, dict[str, Any], place, _NO_REQUEST).items()
-        }
-        typed(values, _AskedRecord, place, _NO_REQUEST)
-        names = [option.name for option in OPTIONS if option.use != "trust"]
-        options: Any = {name: values.pop(name) for name in names if name in values}
-        typed(
-            {name: value for name, value in options.items() if value is not None},
-            RefOptions,
-            place,
-            _NO_REQUEST,
-        )
-        Faults(("isn't known", name) for name in values.keys() - {"source"} - _FIELDS).check(
-            FormatError, _NO_REQUEST, place=place
-        )
+    def from_json(data: Mapping[str, Any]) -> Asked:
+        """Returns the request of a certificate."""
+        values = {name: from_json(value) for name, value in data.items()}
+        names = [option.name for option in OPTIONS]
+        options = {name: values.pop(name) for name in names if name in values}
         ref = CheckpointRef(values.pop("source"), **options)
         paths = {
             "target": checkpoint_place(values["target"]),
@@ -168,7 +129,6 @@ class Asked:
         return shlex.join([*words, *self.ref.words("place", "meaning")])
 
 
-_FIELDS = {field.name for field in fields(Asked)} - {"ref"}
 OnProgress = Callable[[str, str, int], object]
 """Told a phase, what is at hand, and its size in bytes; 0 of what is no tensor."""
 
@@ -302,10 +262,9 @@ class _Options(TypedDict, total=False):
 
 def _map_of(record: _MapRecord) -> StateMap:
     """Returns a map as a plan's options have it; a manifest may be anybody's, and names no file of this machine."""
-    name = record.get("name", "")
-    if name.removesuffix(BACK).endswith(".json"):
+    if (name := record.get("name", "")).removesuffix(BACK).endswith(".json"):
         raise UsageError(
-            "The target was made by a map of a file, which is not read where a manifest alone names it.",
+            "The target was made by a map of a file, which no manifest alone has read.",
             place="--map",
             found=name,
             remedy="name the file: --map FILE",
