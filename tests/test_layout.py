@@ -190,6 +190,14 @@ def test_every_name_of_the_package_is_read_and_it_does_not_grow_unnoticed() -> N
     assert sum(text.count("\n") for text in modules) <= MOST_LINES
 
 
+TWO_DOCSTRINGS = re.compile(r'[."]"""\n *"""\S.*')
+
+
+def test_no_constant_has_the_docstring_of_another() -> None:
+    assert [match[0] for text in package_texts() for match in TWO_DOCSTRINGS.finditer(text)] == []
+    assert TWO_DOCSTRINGS.search('A = 1\nB = 2\n"""Of B."""\n"""Of A."""\n')
+
+
 def test_a_name_that_nothing_reads_is_noticed() -> None:
     module = "A = 1\n\n\ndef f():\n    return g\n\n\n@command\ndef named(): ...\n\n\ndef _own(): ...\n"
     assert unread([module], ["f()", "_own"]) == ["A", "_own"]

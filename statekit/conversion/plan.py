@@ -353,12 +353,12 @@ DEQUANTIZED = "a moment in few bits, as the values that the next update starts f
 QUANTIZED = "quantized: each value is the nearest of a few levels times its block's largest"
 NARROWED = "rounded to a narrower dtype, as asked"
 AS_ASKED = (NARROWED,)
+"""Reasons that the user asked for by name, whatever exactness was required otherwise."""
 IN_FEW_BITS: Mapping[str, str] = {
     DEQUANTIZED: "the next update is the source's; later ones part, as its optimizer rounds moments to few bits",
     QUANTIZED: "moments are rounded to few bits, now and after each update",
 }
 """What a headline says of moments in few bits, by the reason of a tensor's exactness."""
-"""Reasons that somebody asked for by name, whatever exactness was required otherwise."""
 INEXACT: Mapping[str, tuple[Exactness, str]] = {
     "mean": (Exactness.STATISTICS, "a full slot, averaged along an axis"),
     "reconstructed": (Exactness.ESTIMATE, "the second moment that its factors stand for"),
