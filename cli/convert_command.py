@@ -162,7 +162,7 @@ _FLAGS |= {"proves": "--verify", "as_json": "--json"}
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks for of a conversion, before there is a plan.
+    """A user's request for a conversion, before there is a plan.
 
     Attributes:
         ref: The source.
@@ -190,7 +190,7 @@ class Asked:
 
 
 def asks_for_a_plan(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the arguments and options that say what to convert, and to what; the command gets them as `asked`."""
+    """Adds the arguments and options of a plan; the command gets them as one `Asked`."""
 
     @functools.wraps(command)
     def run(ref: CheckpointRef, target: Place, **options: Any) -> Any:

@@ -85,7 +85,7 @@ def _numbers(steps: Sequence[int]) -> str:
 
 
 def _tree(tensors: Sequence[Difference]) -> Table:
-    """Returns the tensors that differ, each below what it is of."""
+    """Returns the differing tensors as a tree, slots below their parameters."""
     table = Table(
         ("tensor", "differs in", "elements", "ULP", "relative"), right=("elements", "ULP", "relative")
     )

@@ -310,7 +310,7 @@ def _numbered(groups: Sequence[int]) -> str:
 
 
 def _as_rates(schedule: Schedule) -> str:
-    """Says what a schedule is as a function of the updates done, or why it is none that others have."""
+    """Returns a schedule's rates in words, or why it can't be moved to another system."""
     first = schedule.rates[0] if schedule.rates else ""
     if isinstance(first, str):
         return f"; {first}" if first else ""

@@ -152,7 +152,7 @@ def _options(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def folded(reasons: Mapping[str, str]) -> Iterator[str]:
-    """Yields a line for each part of what has reasons: neighbours of one reason below one name are counted there.
+    """Yields a line for each name and its reason; names below one parent with one reason share a line.
 
     Example:
         >>> lost = {"extra/torch/scheduler/a": "no place", "extra/torch/scheduler/b/0": "no place"}

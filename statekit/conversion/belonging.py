@@ -350,7 +350,7 @@ def _holds_data(path: Place) -> bool:
 
 
 def _inside(state: TrainState, run: RunState, is_picked: bool) -> Iterator[str]:
-    """Yields what a state's own records hold of an optimizer that isn't its own, or of a run that lost it."""
+    """Yields the traces of another optimizer, or of a lost one, in a state's own records."""
     for name, node in () if is_picked else _nodes(state.extra):
         if isinstance(node, Mapping) and node.keys() >= _RECORD:
             yield f"{name} looks like an optimizer{LOST}nothing reads it"
@@ -492,7 +492,7 @@ def _named_in(folder: Place, place: str) -> str:
 
 
 def on_trust(names: Sequence[str]) -> str:
-    """Says of files that don't count what that means; "" of none."""
+    """Returns a note on files without a step of their own; "" if there are none."""
     files = [name for name in names if not name.endswith("/")]
     arrays = len(names) - len(files)  # whose names are long, and which are alike
     shown = ", ".join([*([plural(arrays, "array")] if arrays else []), *([some(files)] if files else [])])

@@ -550,7 +550,7 @@ def ref_of(
     layout: str | None = None,
     step: int | None = None,
 ) -> CheckpointRef:
-    """Returns the ref of a verb's source: a ref as it is, a path with what is told beside it."""
+    """Returns a ref unchanged; makes one of a path and the options beside it."""
     if isinstance(source, CheckpointRef):
         return source
     return (hints or CheckpointRef()).at(

@@ -51,7 +51,7 @@ def region(
     *,
     on_read: OnRead = lambda size: None,
 ) -> dict[str, Any]:
-    """Returns what a region of a parameter or of one of its slots looks like, as closely as a picture can be.
+    """Returns the picture of a region of a parameter, or of one of its slots.
 
     Args:
         source: A checkpoint of any system, or a run's folder; a ref of one says what its files don't.

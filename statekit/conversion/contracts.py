@@ -268,7 +268,7 @@ class AlsoCalled(Protocol):
 
 @runtime_checkable
 class LikeModel(Protocol):
-    """A layout whose files lie as the classes of a model's layers have it, which its own file of the model says."""
+    """A layout that orders a file by the classes of a model's layers, which a file of that model tells."""
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
         """Returns a state that `encode` lays out as a file of the same model.
@@ -345,7 +345,7 @@ class StoresValues(Protocol):
 
 @runtime_checkable
 class OnlyIfAsked(Protocol):
-    """A layout whose optimizer is no run's usual one: a target gets it by name, or from a source in it."""
+    """A layout that a target gets by name alone, or from a source that has it."""
 
     only_if_asked: bool
 
@@ -474,7 +474,7 @@ class Layout(Protocol):
 
     @property
     def variants(self) -> Mapping[str, tuple[str, ...]]:
-        """Schemas whose states it can hold, each with the variants that its own optimizers are, the usual one first."""
+        """The schemas that it can hold, each with the variants of its own optimizers, the usual one first."""
 
     @property
     def containers(self) -> tuple[str, ...]:

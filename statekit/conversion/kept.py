@@ -44,7 +44,7 @@ class KeptField(TypedDict):
 
 
 def by_leaf(dropped: Mapping[str, str], extra: Mapping[str, Tree]) -> dict[str, str]:
-    """Returns what is dropped with each leaf of the extra by its own name, where a layout names what holds it.
+    """Returns the dropped names, with each leaf of `extra` in place of a part that holds it.
 
     Args:
         dropped: Canonical name -> reason.

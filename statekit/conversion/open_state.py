@@ -75,7 +75,7 @@ class OpenState:
 
     @property
     def makers(self) -> tuple[str, ...]:
-        """The variants that may have made the state: its own, or, where it is not given, all that its layout is of."""
+        """The variants that may have made the state: its own, or all of its layout if it has none."""
         variants = registry.layout_card(self.layout).variants
         descriptions = [
             (variant,) if variant else tuple(variants.get(schema, ()))

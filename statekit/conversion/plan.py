@@ -1,4 +1,4 @@
-"""What a conversion will do, tensor by tensor, said before a single value is read."""
+"""The plan of a conversion, tensor by tensor, made before any value is read."""
 
 from __future__ import annotations
 
@@ -399,5 +399,5 @@ def nodes(expression: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _lost(dropped: Mapping[str, str]) -> list[str]:
-    """Returns what of the dropped belongs to the training state: without it the run doesn't go on as it was."""
+    """Returns the dropped names that belong to the training state."""
     return [name for name in dropped if name.startswith(("params/", "slots/", "groups/"))]

@@ -155,7 +155,7 @@ class Prepared(AbstractContextManager["Prepared"]):
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Says what is wrong where a layout isn't at home in a container, and one of them meets a tree it can't take.
+        """Turns the errors of a container that can't take a foreign layout's tree into one that names both.
 
         Raises:
             InexactError: It can't.
@@ -229,7 +229,7 @@ class Prepared(AbstractContextManager["Prepared"]):
 
 
 def prepare(request: Request) -> Plan:
-    """Makes the plan of a conversion; what it was made from stays open for the first that carries it out.
+    """Makes the plan of a conversion, and keeps its source open for the first execution.
 
     Raises:
         UsageError: The options, or source and target, don't go together.
@@ -403,7 +403,7 @@ def _layout_of(request: Request, implied: str | None) -> str | None:
 
 
 def carried_out(plan: Plan) -> Prepared:
-    """Returns what a plan was made from, or, where that is used up or its files have changed, prepares it anew.
+    """Returns what a plan was made from; prepares it anew if it was used up, or if its files have changed.
 
     Raises:
         UsageError: The source has changed since the plan was made.
@@ -600,7 +600,7 @@ def _is_lost(name: str, dropped: Mapping[str, str]) -> bool:
 def _laid_out_like(
     layout: Layout, state: TrainState, path: Place, opened: OpenState, source: CheckpointRef
 ) -> TrainState:
-    """Lays a state out as a file of the target's model, opened in the source's job and as far trusted as it."""
+    """Lays a state out like a file of the target's model, which is trusted as far as the source."""
     if not isinstance(layout, LikeModel):
         raise UsageError(
             f"The layout {layout.name} needs no file of the model.",
@@ -635,7 +635,7 @@ def encoded_in(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
 
 
 def _without(encoded: Encoded, left: Mapping[str, str]) -> Encoded:
-    """Returns an encoded state that says what was left behind, in each form that a container may take of it."""
+    """Adds dropped names, with reasons, to an encoded state and to each of its other forms."""
     return replace(
         encoded,
         dropped={**encoded.dropped, **left},

@@ -421,7 +421,7 @@ def _check_named(path: Place) -> None:
 
 
 def _check_filled(path: Place) -> None:
-    """Refuses a file without a byte, and a folder in which no file has one: no container can tell what it was."""
+    """Refuses an empty file, and a folder of empty files alone."""
     below = (top / name for top, _, names in walked(path) for name in names)
     files = list(islice(below, MOST_ENTRIES)) if path.is_dir() else [path]
     if any(size_of(file) for file in files):
@@ -671,7 +671,7 @@ def _with_contradictions(
 
 
 def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> None:
-    """Refuses a variant that isn't the file's own, or, where the file doesn't say one, none that has such names."""
+    """Refuses a variant other than the file's, or, if the file has none, one without such names."""
     # Where a state may have no schema, numbers may be of the optimizer that the variant names.
     numbers = {} if any(map(is_native, layout.variants)) else hints.hparams
     unsaid = replace(hints, variant=None, hparams=numbers)

@@ -81,7 +81,7 @@ def measured_in(tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
 
 
 def _rounded_in(tensor: Any) -> Iterator[Narrowed | Scaled | Codes]:
-    """Yields what changes rounded among all that a tensor is made of; how one is read isn't part of that."""
+    """Yields the roundings that the user asked for among the operations that make a tensor."""
     if isinstance(tensor, (Narrowed, Scaled, Codes)):
         yield tensor
     if is_dataclass(tensor) and not callable(tensor):

@@ -353,7 +353,7 @@ class Bridge:
         return [bridge for bridge in self.schema.data.get("bridges", ()) if self._fits(bridge, settings)]
 
     def compared(self, group: Group, on: Iterable[str] = ()) -> Iterator[Compared]:
-        """Yields every respect in which the two rules may part, with what becomes of it; those that are equal too.
+        """Yields every point in which two rules may differ, equal ones too, with its effect.
 
         Args:
             group: The group.
@@ -471,7 +471,7 @@ class Bridge:
         ]
 
     def _spelt(self, name: str, value: Any, usual: Any) -> Any:
-        """Returns a value that means off as the target spells it."""
+        """Returns the target's spelling of a value that means off."""
         off = self.schema.hyperparameters[name].get("off", ())
         if not among(value, off):
             return value

@@ -124,7 +124,7 @@ def seal(
 
 
 def _check_names(places: Iterable[CheckpointAt], renew: Collection[str]) -> None:
-    """Refuses names that are no file of any checkpoint, there or stated, so that none of them is passed over."""
+    """Refuses names that are no file of a checkpoint, neither on disk nor in its manifest."""
     names: set[str] = set()
     for place in places:
         with place.opened() as checkpoint:
@@ -207,7 +207,7 @@ def _report(
 
 
 def _changed(checkpoint: Checkpoint, paths: Sequence[Place], budget: Budget) -> list[FileFault]:
-    """Returns the files of a checkpoint that aren't what its manifest says, all of them read, or that it lacks."""
+    """Reads all files of a checkpoint; returns those that differ from its manifest or are missing."""
     proof = checkpoint.proof
     if proof is None:  # one that can't be trusted is no proof, and not to be written over
         damage = [finding for finding in checkpoint.findings if finding.damage]

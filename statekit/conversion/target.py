@@ -1,4 +1,4 @@
-"""Which container and layout a target gets, whether it may stand there, and what must be told before it is written.
+"""The choice of a target's container and layout, and the checks before anything is written.
 
 Its path is the user's, taken literally; a container that keeps steps puts the step's folder below it, by its own
 template. `--to` names the container, else the path does: a suffix, or a word in the name. Of the layouts that could
@@ -382,7 +382,7 @@ def command_naming(request: Request, optimizer: str) -> list[str]:
 
 
 def _said_of_map(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the options that make a map, as a plan has it; what lies beside a checkpoint is found again."""
+    """Yields the options that make a plan's map again, without the values from beside the checkpoint."""
     if "name" in record:
         yield "--map", str(record["name"])
     yield from (("--config", f"{key}={value}") for key, value in record.get("config", {}).items())

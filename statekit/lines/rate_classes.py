@@ -1,4 +1,4 @@
-"""A run's learning rate as an object of Keras or MXNet: their own classes where these are exactly it, else one of ours.
+"""A run's learning rate as an object of Keras or MXNet: of their own class if it is exact, else of ours.
 
 A class that is printed has the formula itself; its object is what the optimizer takes as a schedule.
 """

@@ -54,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A map between two versions, as far as it is known.
+    """A map between two versions of a model, which may lack some parameters.
 
     Attributes:
         inferred: The new parameters that are settled, in the new version's order.

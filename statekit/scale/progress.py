@@ -146,7 +146,7 @@ class Status:
         return self.done_bytes + sum(under_way.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain JSON."""
+        """Returns the status as plain JSON."""
         return {
             "tasks": self.tasks,
             "bytes": self.bytes,

@@ -353,7 +353,7 @@ class _States:
                 yield from self._pair(f"groups/{i}/{name}", "", name, slots[0].get(name), slots[1].get(name))
 
     def _unpaired(self, right: Schedule | None, other: Schedule | None, place: str) -> Iterator[Difference]:
-        """Yields the difference that a schedule makes which only one state has."""
+        """Yields the difference of a schedule that only one state has."""
         (alone,) = (schedule for schedule in (right, other) if schedule is not None)
         if alone.kind is None and alone.at is None:
             self._unsaid["a schedule that isn't told: only one has its place"] = None
@@ -574,7 +574,7 @@ def length_of(run: RunState) -> int | None:
 
 
 def _stated(schedules: Sequence[Schedule], number: int) -> Rates | None:
-    """Returns what a group's schedule does, where its state says it."""
+    """Returns the rates of a group's schedule, if its state tells them."""
     schedule = next((schedule for schedule in schedules if schedule.moves(number)), None)
     stated = None if schedule is None else schedule.of_group(number)
     return stated if isinstance(stated, Rates) else None

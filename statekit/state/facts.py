@@ -232,7 +232,7 @@ def _is_same(given: Any, stored: Any) -> bool:
 
 
 def with_optimizer(state: TrainState, name: str | None) -> TrainState:
-    """Returns a state whose optimizer is the one that the user names.
+    """Returns a state with the optimizer that the user names.
 
     Args:
         state: The state, as its layout decoded it.

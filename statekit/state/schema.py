@@ -334,7 +334,7 @@ class OptimizerSchema:
         return {name: slot for name, slot in shown if slot is not None}
 
     def needed(self, slots: Collection[str], values: Mapping[str, Any]) -> set[str]:
-        """Returns the slots that a parameter has once it was updated, as far as its others and its group tell.
+        """Returns the slots that an updated parameter must have, given its other slots and its group.
 
         Example:
             >>> sorted(load_schema("adamw").needed(["m"], {"amsgrad": True}))

@@ -1,4 +1,4 @@
-"""The schedule that a user tells of a run, held against what the run's files say of it."""
+"""The schedule that a user gives for a run, checked against the run's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from statekit.state.train_state import TrainState
 
 
 def told_schedule(state: TrainState, call: Mapping[str, Any]) -> TrainState:
-    """Returns a state whose schedule is the one that a user tells.
+    """Returns a state with the schedule that the user gives.
 
     What the run's files say of the same call stays where the user says nothing else.
 

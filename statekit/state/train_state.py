@@ -35,7 +35,7 @@ _RANKS = {"group": 0, "group_history": 1}
 
 
 class RuleRecord(TypedDict):
-    """How one parameter is factored, as it stands in a manifest."""
+    """A parameter's factor rule, as it stands in a manifest."""
 
     axes: list[Literal["ROW", "COLUMN", "BATCH", "NONE"]]
     known_from: KnownFrom

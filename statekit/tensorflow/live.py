@@ -1,4 +1,4 @@
-"""What is live in Keras, in the form in which checkpoints are read: so that the layouts decode it too."""
+"""A live run in Keras as a checkpoint in memory, so that layouts decode it as they decode files."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Flaky:
 def split_alike(
     plan: Callable[[Path], Plan], folder: Path, task_bytes: int, seed: int, same_bytes: bool = True
 ) -> None:
-    """Compares what many workers write with what one process does, cut alike.
+    """Many workers write the same target as one process with the same cut.
 
     Args:
         plan: Makes the plan for a target.

@@ -1,4 +1,4 @@
-"""What is live in PyTorch, in the form in which checkpoints are read: so that the layouts decode it too."""
+"""A live run in PyTorch as a checkpoint in memory, so that layouts decode it as they decode files."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def live_checkpoint(
 
 
 def live_state(checkpoint: Checkpoint) -> TrainState:
-    """Returns the canonical state of what is live, as `live_checkpoint` has it.
+    """Returns the canonical state of a live run, decoded from `live_checkpoint`.
 
     Raises:
         StateError: The state breaks its layout's rules.

@@ -40,7 +40,7 @@ Raises:
 @documented("adafactor", "t5x", ARGUMENTS)
 @final
 class Adafactor(SchemaOptimizer):
-    """Moves parameters as one of the Adafactors does; by default as T5X's.
+    """Adafactor in any of its variants; by default T5X's.
 
     The state of a parameter is `v_row` and `v_col`, or `v`, and with momentum `m`: zeros from the moment the parameter
     is added, so leave frozen parameters out. In T5X's variant they are float32, `m` is in `dtype_momentum`. Each group
