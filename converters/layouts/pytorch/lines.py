@@ -73,7 +73,13 @@ _LIGHTNING = '["state_dict"]', '["optimizer_states"][0]'
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of what batch normalisation keeps beside its parameters."""
 _BY_LIBRARY = {
-    "mmengine.": ["runner.resume({path})"],
+    "mmengine.": [
+        "import os",
+        "# without it PyTorch refuses what MMEngine saves, from 2.6 on: only of a file you trust",
+        'os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"',
+        "runner._load_from, runner._resume = {path}, True  # as Runner(load_from=..., resume=True) has them",
+        "runner.train()  # which loads it once hooks have their averages",
+    ],
     "stable_baselines3": [
         "# Algorithm: the class that saved it, such as stable_baselines3.PPO",
         "model = Algorithm.load({path}, env=env)",
