@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -535,6 +536,14 @@ def test_a_worker_asks_a_store_for_nothing_that_the_split_has_read(
             assert work.opened
         work.drop()
         assert not (tmp_path / "work").exists()
+
+
+def test_the_command_that_finish_names_does_what_is_missing(work: Work) -> None:
+    work.run(0)
+    with pytest.raises(UsageError, match="are missing") as caught:
+        work.finish()
+    assert main(shlex.split(f"{caught.value.remedy}")[1:]) == 0
+    assert work.finish().verified
 
 
 def test_finish_is_done_once_and_says_the_same_again(work: Work) -> None:

@@ -327,5 +327,5 @@ def _scheduled() -> tuple[str, str]:
         "No scheduler says which share of the tasks this process does.",
         place="--shard",
         expected=f"one of the variables {', '.join(index for index, _ in _SHARDS)}",
-        remedy="name it: --shard 0/8",
+        remedy="name it: --shard 0/8; or run all that are missing: --here",
     )

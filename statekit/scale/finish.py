@@ -92,7 +92,7 @@ def _parts(work: WorkFolder) -> list[PartRecord]:
         UsageError,
         "Tasks of this work are missing, or their part records can't be trusted",
         place=work.place,
-        remedy=f"statekit work run {work.place}",
+        remedy=f"statekit work run {work.place} --here",
     )
     return parts
 

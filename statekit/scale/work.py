@@ -180,7 +180,7 @@ def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:
         raise UsageError(
             "Many workers write targets on a disk that all of them see.",
             place=plan.request.target,
-            remedy="name a folder there and copy it, or convert in one process: leave --on out",
+            remedy="name a folder there and copy it, or convert in one process: statekit convert without --on",
         )
     target = Path(os.path.abspath(plan.request.target))
     if type(task_bytes) is not int or task_bytes < 1:
