@@ -40,35 +40,36 @@ def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
     if born := _born_of_params(group["schema"]):
         _follow(params, slots, born, [p for p in grads if not behind.get(p, group["step"])])
     scene = Scene(_XP, group["variant"], group["lr"], group["step"])
-    here = Arrays(params, slots, grads)
-    read = here.readable() if plan.reads_sharded else here
-    reached, whole, common = steps.prepare(
+    arrays = Arrays(params, slots, grads)
+    read = arrays.readable() if plan.reads_sharded else arrays
+    moving_grads, group_slots, common = steps.prepare(
         scene, settled_group, read.params, read.grads, read.slots, group.get("slots", {})
     )
-    read, here = replace(read, grads=reached), replace(here, grads=reached)
+    read, arrays = replace(read, grads=moving_grads), replace(arrays, grads=moving_grads)
     for batch in plan.batches:
-        by_text, by_fast = _parted(batch, reached, here)
+        by_text, by_fast = _split(batch, arrays)
         if by_text:
-            _by_text(steps, scene, plan, by_text, read, here, common, behind)
+            _by_text(steps, scene, plan, by_text, read, arrays, common, behind)
         if batch.fast is not None:
             for count, paths in _by_count(by_fast, behind, group["step"]):
-                batch.fast(replace(scene, step=count), *here.listed(paths), common)
-    _follow_averages(here, plan, group["step"])
-    if whole:
-        group["slots"] = dict(whole)
+                batch.fast(replace(scene, step=count), *arrays.listed(paths), common)
+    _follow_averages(arrays, plan, group["step"])
+    if group_slots:
+        group["slots"] = dict(group_slots)
     _count(group, [path for path in settled_group.paths if path not in grads], behind)
 
 
-def _parted(
-    batch: Batch, reached: Mapping[str, torch.Tensor], here: Arrays
-) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the parameters of a batch that go by the text, as gradients of another dtype may, and the others."""
-    paths = [path for path in batch.paths if path in reached]
+def _split(batch: Batch, arrays: Arrays) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the parameters of a batch that the reference text moves, and those that the fast path moves.
+
+    A fast path leaves gradients of another dtype than their parameters' to the text, unless it takes any.
+    """
+    paths = [path for path in batch.paths if path in arrays.grads]
     if batch.fast is None:
         return paths, []
     if takes_any_gradient(batch.fast):
         return [], paths
-    by_text = sorted(path for path in paths if here.grads[path].dtype is not here.params[path].dtype)
+    by_text = sorted(path for path in paths if arrays.grads[path].dtype is not arrays.params[path].dtype)
     return by_text, [path for path in paths if path not in by_text] if by_text else paths
 
 
@@ -78,7 +79,7 @@ def _by_text(
     plan: GroupPlan,
     paths: Sequence[str],
     read: Arrays,
-    here: Arrays,
+    arrays: Arrays,
     common: Value,
     behind: Mapping[str, int],
 ) -> None:
@@ -87,21 +88,21 @@ def _by_text(
     for path, param, moved in moves(
         steps, scene, plan.configs, read.params, grads, read.slots, common, counts=behind, batching=batching
     ):
-        write(here.params[path], param)
+        write(arrays.params[path], param)
         for name, value in moved.items():
-            write(here.slots[path][name], value)
+            write(arrays.slots[path][name], value)
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """What an update reads or writes, by path."""
+    """The parameters, slots and gradients of an update, by path."""
 
     params: Mapping[str, torch.Tensor]
     slots: Mapping[str, Slots]
     grads: Mapping[str, torch.Tensor]
 
     def readable(self) -> Arrays:
-        """Returns the same where every process holds a part of everything."""
+        """Returns the same with each tensor readable, where processes hold parts of them."""
         return Arrays(
             {path: readable(param) for path, param in self.params.items()},
             {path: {n: readable(value) for n, value in slots.items()} for path, slots in self.slots.items()},
@@ -113,11 +114,11 @@ class Arrays:
         return [self.params[p] for p in paths], [self.grads[p] for p in paths], [self.slots[p] for p in paths]
 
 
-def _follow_averages(here: Arrays, plan: GroupPlan, step: int) -> None:
-    for path, slots in here.slots.items():
+def _follow_averages(arrays: Arrays, plan: GroupPlan, step: int) -> None:
+    for path, slots in arrays.slots.items():
         if "average" in slots:
-            param, after = follow_average(_XP, here.params[path], slots, plan.group, step)
-            write(here.params[path], param)
+            param, after = follow_average(_XP, arrays.params[path], slots, plan.group, step)
+            write(arrays.params[path], param)
             write(slots["average"], after["average"])
 
 

@@ -1,4 +1,4 @@
-"""What of a group's update stays the same from step to step: planned once, and again whenever the group changes."""
+"""The plan of a group's updates: made at its first step, and again whenever the group changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from statekit.torch.slots import Slots
 STACK = 2**22
 """The most elements that the reference text updates in one stack."""
 _OTHERS = ("param_names", "schema", "variant", "rules", "foreach")
-"""What of a group, beside its hyperparameters, decides how it is moved."""
+"""Keys of a group that decide its plan, beside its hyperparameters."""
 _OF_ALL = ("global_norm_clip_threshold", "clipnorm", "clipvalue", "loss_scale_factor", "clipping_scale")
 """Options with which the gradients of a group are changed together, before tensors are moved."""
 _MISSING = object()
@@ -47,13 +47,13 @@ class GroupPlan:
 
     Attributes:
         params: Its parameters.
-        kinds: What else of them decides it: shapes, dtypes, devices, and whether they are contiguous.
-        options: All that the group says about it.
-        by_name: What of it has an entry for each parameter: the group's own objects.
+        kinds: Their shapes, dtypes and devices, and whether they are contiguous.
+        options: The keys of the group that decide the plan, copied.
+        by_name: The keys with an entry for each parameter: the group's own objects.
         group: Paths and canonical hyperparameters.
-        configs: What each parameter's update depends on, by path; one that can't be stepped is missing.
-        faults: Why those can't, by path.
-        batches: Which are moved together.
+        configs: The settled configuration of each parameter that can be stepped, by path.
+        faults: Why the others can't be stepped, by path.
+        batches: The parameters that are moved together.
         rate_needed: Whether the learning rate has to be given.
         sharded: Whether processes hold parts of it.
     """
@@ -159,7 +159,7 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
 
 
 def _kind(path: str, param: torch.Tensor, rule: Rule | None, slots: Slots, group: Group) -> Hashable:
-    """Returns what the step's own check depends on."""
+    """Returns the key of what a check of a parameter depends on: equal ones are checked once."""
     kind = (rule, tuple(param.shape), param.dtype, tuple((name, slot.dtype) for name, slot in slots.items()))
     named = any(isinstance(value, Mapping) for value in group.hyperparameters.values())
     return (path, *kind) if named else kind
