@@ -250,7 +250,7 @@ def inspect(
     request: Request = Request(),
     on_progress: OnProgress = lambda done, all_: None,
 ) -> Inspection:
-    """Opens a checkpoint and says what it holds, whether or not a layout fits.
+    """Opens a checkpoint and describes it, whether or not a layout fits.
 
     Raises:
         NotFoundError: Nothing is there, no such step, or nothing matches the pattern.
@@ -265,36 +265,50 @@ def inspect(
     budget.few_counts = not request.stats
     with registry.opened(chosen, ref.place, ref.step, ref, budget) as whole:
         checkpoint = replace(whole, few_counts=budget.counts_apart)
-        opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
-        opened = replace(opened, findings=checkpoint.findings, integrity=means_of(checkpoint))
-        opened = replace(opened, uncounted=uncounted(checkpoint))
+        headers = Inspection(
+            checkpoint.path,
+            container,
+            layout=None,
+            step=checkpoint.step,
+            meta=checkpoint.meta,
+            findings=checkpoint.findings,
+            integrity=means_of(checkpoint),
+            uncounted=uncounted(checkpoint),
+        )
         if not request.stats:
-            return _seen(opened, checkpoint, ref, budget, request, on_progress)
+            return _with_contents(headers, checkpoint, ref, budget, request, on_progress)
         used = proving(checkpoint, budget, accept=ref.accept_damaged)
-        seen = _seen(opened, used.checkpoint, ref, budget, request, on_progress)
+        inspection = _with_contents(headers, used.checkpoint, ref, budget, request, on_progress)
         used.finish()
-        return replace(seen, findings=(*seen.findings, *used.damage))
+        return replace(inspection, findings=(*inspection.findings, *used.damage))
 
 
-def _seen(
-    opened: Inspection,
+def _with_contents(
+    inspection: Inspection,
     checkpoint: Checkpoint,
     ref: CheckpointRef,
     budget: Budget,
     request: Request,
     on_progress: OnProgress,
 ) -> Inspection:
+    """Adds the canonical state, or, if no layout decodes the checkpoint, its tensors by their own names."""
     try:
         layout, why = chosen_layout(checkpoint, ref.layout)
-        opened = replace(opened, layout=Choice(layout.name, layout.title, why.because))
+        inspection = replace(inspection, layout=Choice(layout.name, layout.title, why.because))
         state = registry.decoded(layout, checkpoint, ref)
     except (UnknownFormatError, StateError) as error:
         if ref.layout or ref.options("meaning").keys() - {"model_key", "optimizer_key"}:
             raise
-        unlaid = replace(opened, findings=(*opened.findings, *unread(checkpoint, None, ref, budget)))
-        return _native(unlaid, checkpoint, error, request, on_progress)
-    findings = (*opened.findings, *disagreements(checkpoint, state), *unread(checkpoint, state, ref, budget))
-    named = replace(opened, findings=findings)
+        undecoded = replace(
+            inspection, findings=(*inspection.findings, *unread(checkpoint, None, ref, budget))
+        )
+        return _native(undecoded, checkpoint, error, request, on_progress)
+    findings = (
+        *inspection.findings,
+        *disagreements(checkpoint, state),
+        *unread(checkpoint, state, ref, budget),
+    )
+    named = replace(inspection, findings=findings)
     return _canonical(named, state, request, on_progress)
 
 
@@ -313,7 +327,7 @@ def _check_matched(seen: Inspection, request: Request, names: Iterable[str]) -> 
 
 
 def _native(
-    opened: Inspection,
+    inspection: Inspection,
     checkpoint: Checkpoint,
     error: StatekitError,
     request: Request,
@@ -332,7 +346,7 @@ def _native(
         for path, tensor in params.items()
     )
     others = tuple(describe(name, tensor) for name, tensor in chosen.items())
-    seen = replace(opened, parameters=parameters, others=others, contents=contents.what or None)
+    seen = replace(inspection, parameters=parameters, others=others, contents=contents.what or None)
     seen = _with_unnamed(seen, contents.unnamed if isinstance(error, NamesError) else None)
     seen = replace(seen, undecoded=_why_undecoded(checkpoint, error))
     _check_matched(seen, request, [*contents.params, *contents.others])
@@ -381,7 +395,7 @@ def _of_groups(state: TrainState) -> dict[str, Tensor]:
 
 
 def _canonical(
-    opened: Inspection, state: TrainState, request: Request, on_progress: OnProgress
+    inspection: Inspection, state: TrainState, request: Request, on_progress: OnProgress
 ) -> Inspection:
     params = {path: t for path, t in state.params.items() if request.matches(path)}
     rest = {**_of_groups(state), **tensor_names(dict(state.extra))}
@@ -401,10 +415,10 @@ def _canonical(
     )
     alone = state.optimizer.schema == WEIGHTS
     seen = replace(
-        opened,
+        inspection,
         optimizer=None if alone else state.optimizer,
         counts=None if alone else state.counts,
-        contents=contents_without_optimizer(opened.findings, run_of(state.extra)) if alone else None,
+        contents=contents_without_optimizer(inspection.findings, run_of(state.extra)) if alone else None,
         parameters=parameters,
         others=tuple(describe(name, tensor) for name, tensor in extra.items()),
         extra=tuple(state.extra),
