@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 import statekit
-from statekit.attestation.each_save import SealsEachSave
+from statekit.attestation.each_save import Save, SealsEachSave
 from statekit.errors import TargetExistsError
 from statekit.state.param_names import NAMES_FILE
 
@@ -212,3 +213,12 @@ def test_names_go_into_no_other_file(tmp_path: Path) -> None:
     (folder / NAMES_FILE).unlink()
     NamesCallback().on_save(args, state, None, **given)
     assert "weight" in (folder / NAMES_FILE).read_text()
+
+
+@pytest.mark.parametrize(
+    "name", [b"a\xff.pt", b"\x1b[31ma.pt", b"a\nstatekit: b.pt: sealed.pt", "\u202ea.pt".encode()]
+)
+def test_what_is_printed_of_a_save_is_one_line_for_any_name(name: bytes) -> None:
+    shown = f"{Save(Path(os.fsdecode(name)), None, (), 'seal: gone')}"
+    assert shown.isprintable() and shown.endswith(": seal: gone")
+    shown.encode()

@@ -617,9 +617,11 @@ def test_a_job_of_another_form_is_damage(tmp_path: Path) -> None:
     for values in (
         "options = '[['",
         "options = '[]'",
+        "options = 'null'",
         "state = 'x'",
         "created = 1e15",
         "problem = '1'",
+        "problem = '{\"a\": 1}'",
         "text = x'00'",
     ):
         with closing(sqlite3.connect(served.database.path, isolation_level=None)) as other:
@@ -633,6 +635,9 @@ def test_a_job_of_another_form_is_damage(tmp_path: Path) -> None:
                 )
             other.execute("UPDATE jobs SET (options, state, created, problem, text) = (?, ?, ?, ?, ?)", saved)
     assert served.client.get(f"/jobs/{job}").status_code == 200
+    with closing(sqlite3.connect(served.database.path, isolation_level=None)) as other:
+        other.execute("UPDATE changes SET number = 'x'")
+    assert served.client.get("/api/v1/checkpoints").status_code == 200
     served.database.close()
 
 

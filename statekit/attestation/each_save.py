@@ -13,6 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from statekit.errors import printable
+
 
 @dataclass(frozen=True)
 class Save:
@@ -39,7 +41,7 @@ class Save:
 
     def __str__(self) -> str:
         verdict = self.problem or ", ".join(self.findings) or "sealed, no silent fault found"
-        return f"statekit: {self.path}: {verdict}"
+        return f"statekit: {printable(str(self.path))}: " + printable(verdict, keep="\n")
 
 
 OnSave: TypeAlias = Callable[[Save], object]

@@ -202,7 +202,7 @@ class Database:
             (number,) = self._changes.execute("SELECT number FROM changes").fetchone()
         except sqlite3.Error:
             return None
-        return int(number)
+        return number if isinstance(number, int) else None
 
     def close(self) -> None:
         """Closes all connections."""

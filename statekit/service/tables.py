@@ -42,8 +42,9 @@ class Held(TypeDecorator[Any]):
     Args:
         stored: The type that the database knows.
         form: What a value is in Python.
-        among: The texts that there are; empty if any.
+        among: The texts that there are, or the names that a mapping has at least; empty if any.
         most: The largest number, none below 0; None if any.
+        lacks: Whether a row may lack it.
     """
 
     impl: Any = Text
@@ -55,12 +56,13 @@ class Held(TypeDecorator[Any]):
         form: type,
         among: tuple[str, ...] = (),
         most: float | None = None,
+        lacks: bool = True,
     ) -> None:
         super().__init__()
         self.impl = stored
         self.stored = stored
         self.form: Any = form
-        self.among, self.most = among, most
+        self.among, self.most, self.lacks = among, most, lacks
 
     def process_result_value(self, value: Any, dialect: Any) -> Any:
         """Returns a value.
@@ -68,13 +70,15 @@ class Held(TypeDecorator[Any]):
         Raises:
             OddValue: It isn't of this form.
         """
-        if value is None or (
-            isinstance(value, self.form)
-            and (not self.among or value in self.among)
-            and (self.most is None or 0 <= value <= self.most)
-        ):
+        if value is None and self.lacks:
+            return value
+        is_odd = not isinstance(value, self.form) or (self.most is not None and not 0 <= value <= self.most)
+        if not is_odd and (not self.among or self._is_whole(value)):
             return value
         raise OddValue(f"a row has {value!r:.80} where it must have {self.among or self.form.__name__}")
+
+    def _is_whole(self, value: Any) -> bool:
+        return value in self.among if isinstance(value, str) else not value or value.keys() >= {*self.among}
 
 
 def _one_of(kinds: Any, length: int = 16) -> Held:
@@ -88,6 +92,8 @@ _BLOB, TEXT, _WHOLE, _BIG = (
     Held(BigInteger(), int),
 )
 _REAL, _TIME, _NAMES = Held(Float(), float), Held(Float(), float, most=LATEST), Held(JSON(), Mapping)
+_OPTIONS = Held(JSON(), Mapping, lacks=False)
+_PROBLEM = Held(JSON(), Mapping, ("kind", "subject", "place", "expected", "found", "remedy"))
 
 
 def bytes_of(sizes: Column[Any]) -> ColumnElement[int]:
@@ -181,7 +187,7 @@ JOBS = Table(
     METADATA,
     Column("id", Integer, primary_key=True),
     Column("kind", _one_of(Kind), nullable=False),
-    Column("options", _NAMES, nullable=False),
+    Column("options", _OPTIONS, nullable=False),
     Column("cache_key", _short(64), nullable=False),  # of kind, contents, options and tool: equal work
     Column("idempotency_key", TEXT, unique=True),
     Column("state", _one_of(State), nullable=False),
@@ -196,7 +202,7 @@ JOBS = Table(
     Column("ended", _TIME),
     Column("fraction", _REAL),
     Column("text", TEXT, nullable=False),
-    Column("problem", _NAMES),
+    Column("problem", _PROBLEM),
     Column("requested_by", TEXT, nullable=False),
     Column("last_event", _WHOLE, nullable=False),
     Index("jobs_state", "state", "id"),
@@ -219,7 +225,7 @@ EVENTS = Table(
     Column("job", _WHOLE, ForeignKey("jobs.id"), primary_key=True),
     Column("number", Integer, primary_key=True),
     Column("kind", _one_of(EventKind), nullable=False),
-    Column("data", _NAMES, nullable=False),
+    Column("data", _OPTIONS, nullable=False),
     Column("time", _TIME, nullable=False),
 )
 
