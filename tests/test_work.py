@@ -9,13 +9,13 @@ import os
 import random
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save
+from safetensors.numpy import load_file, save
 from store_serving import SECRET, serving
 
 import statekit
@@ -39,6 +39,7 @@ from statekit.scale import folder, parts, running
 from statekit.scale.engine import Outcome, Pool, Processes, carry_out, shard
 from statekit.scale.work import Work, split
 from statekit.tensors.digest import json_digest
+from statekit.tensors.tree import walk
 from statekit.testing.works import Flaky, split_alike
 
 SOURCE = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
@@ -128,6 +129,55 @@ def test_orbax_restores_what_many_workers_wrote(tmp_path: Path) -> None:
     with ocp.PyTreeCheckpointer() as reader:
         restored, expected_tree = (reader.restore(place.resolve()) for place in (cut, whole))
     assert repr(restored) == repr(expected_tree)
+
+
+def _read_by_torch(place: Path) -> dict[str, Any]:
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(place, place.with_suffix(".pt"))
+    leaves = walk(torch.load(place.with_suffix(".pt"), weights_only=False))
+    return {f"{path}": leaf.numpy() if hasattr(leaf, "numpy") else leaf for path, leaf in leaves}
+
+
+def _read_by_safetensors(place: Path) -> dict[str, Any]:
+    files = map(load_file, sorted(place.glob("*.safetensors")))
+    return {name: value for tensors in files for name, value in tensors.items()}
+
+
+def _read_by_tensorstore(place: Path) -> dict[str, Any]:
+    tensorstore = pytest.importorskip("tensorstore")
+
+    def read(array: Path) -> Any:
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{array}"}}
+        return tensorstore.open(spec).result().read().result()
+
+    return {f"{file.relative_to(place)}": read(file.parent) for file in place.rglob(".zarray")}
+
+
+@pytest.mark.parametrize(
+    ("to", "source", "read"),
+    [
+        pytest.param("dcp", SOURCE, _read_by_torch, marks=pytest.mark.slow),
+        ("safetensors", SOURCE, _read_by_safetensors),
+        ("t5x", OF_T5X, _read_by_tensorstore),
+    ],
+)
+def test_the_formats_own_library_reads_what_many_workers_wrote(
+    to: str, source: Path, read: Callable[[Path], dict[str, Any]], tmp_path: Path
+) -> None:
+    many, one = tmp_path / "many" / "checkpoint_4", tmp_path / "one" / "checkpoint_4"
+    for target in (many, one):
+        target.parent.mkdir()
+    with split(statekit.plan(source, many, to=to, require="lossy"), tmp_path / "work", CUT) as work:
+        assert len(work.tasks) > 2
+        for number in work.missing():
+            work.run(number)
+        work.finish()
+    convert(statekit.plan(source, one, to=to, require="lossy"))
+    values, whole = read(many), read(one)
+    assert values and values.keys() == whole.keys()
+    assert all(np.array_equal(value, whole[name]) for name, value in values.items())
 
 
 def test_a_split_is_a_function_of_plan_and_bytes(tmp_path: Path) -> None:
