@@ -209,7 +209,7 @@ def _with_weights_of(
 
 
 def _of_lacking_weights(right: TrainState, lacking: Sequence[str]) -> tuple[list[Finding], list[str]]:
-    """Returns the fault of parameters without a weight, where others' weights are there; else that none is."""
+    """Returns a fault if some parameters lack their weight; an omission if all do."""
     names = [
         f"/{name.replace('.', '/')}" for name in tensor_names(dict(right.extra)) if not _is_average(name)
     ]
@@ -260,7 +260,7 @@ def _has_weights_alone(right: TrainState, live: TrainState) -> bool:
 
 
 def _of_lacking_optimizer(right: TrainState, live: TrainState) -> tuple[list[Finding], list[str]]:
-    """Returns the fault of a live optimizer that the checkpoint lacks; a new one is named as not compared."""
+    """Returns a fault if the checkpoint lacks the live optimizer's state; an omission if the optimizer is new."""
     if not _has_weights_alone(right, live):
         return [], []
     if is_new(live):
@@ -338,7 +338,7 @@ def _without(state: TrainState, paths: Collection[str]) -> TrainState:
 
 
 def _buffers(state: TrainState) -> list[str]:
-    """Returns the names of what lies beside the parameters that are trained: frozen ones among it."""
+    """Returns the names of buffers, frozen parameters among them."""
     buffers = state.extra.get(BUFFERS)
     return [str(name) for name in buffers] if isinstance(buffers, Mapping) else []
 
@@ -351,7 +351,7 @@ def sampled(paths: Sequence[str], sample: int | None, seed: int) -> set[str]:
 
 
 def _under_rule_of(right: TrainState, live: TrainState) -> tuple[TrainState, list[Finding]]:
-    """Returns the checkpoint's state as the live optimizer's rule goes on with it, and why that isn't the run's."""
+    """Returns the checkpoint's state under the live optimizer's rule, and the faults of a change of rule."""
     if (
         right.optimizer.several
         or live.optimizer.several

@@ -23,7 +23,7 @@ _SLACK = 8.0
 
 
 def in_live_mode(right: Contents, live: Contents) -> tuple[Contents, list[str]]:
-    """Returns what a checkpoint holds as the live optimizer has it in its own mode, and that this was done.
+    """Returns a checkpoint's contents in the live optimizer's mode, and a note if that changed them.
 
     A weight that the live run has within rounding stands for the checkpoint's.
     """

@@ -206,7 +206,7 @@ class _Diagnosis:
 def _gathered(
     name: str, differences: Sequence[Difference], shown: Callable[[object], str] = str
 ) -> Iterator[Finding]:
-    """Yields one finding for differences of one kind; what is expected and there is said of the first."""
+    """Yields one finding for all differences of a kind, with the values of the first."""
     if differences:
         first = differences[0]
         values = [shown(side) if side is not None else "nothing" for side in (first.expected, first.actual)]

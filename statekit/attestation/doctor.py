@@ -230,7 +230,7 @@ def _follows(earlier: Step, now: Step, before: int | None, number: int | None) -
 
 
 def _of_no_names(place: CheckpointAt, error: NamesError, on_tensor: OnTensor) -> Examination:
-    """Returns what is told of a checkpoint whose optimizer numbers its parameters, and nobody knows which they are."""
+    """Examines a checkpoint whose optimizer numbers its parameters, if nothing tells their names."""
     with place.opened() as checkpoint:
         contents = registry.contents(checkpoint)
         if contents is None or contents.unnamed is None:

@@ -1,4 +1,4 @@
-"""What callbacks share that seal each save: the run goes on, and another process reads what it wrote."""
+"""The common part of callbacks that seal each save: another process reads it while the run goes on."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class SealsEachSave:
 
 
 def written_at(path: str | PathLike[str]) -> int | None:
-    """Returns when a file or folder was written, in nanoseconds; None where it isn't there, or no more."""
+    """Returns the time of a file's or folder's last change, in nanoseconds; None if it doesn't exist."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:

@@ -1,4 +1,4 @@
-"""Whether weights have moved as their momentum says, which two steps in a row show of a rule that keeps one moment.
+"""Whether weights have moved by their momentum: two steps in a row show it, if the rule keeps one moment.
 
 The momentum before an update and after it tells the gradient, and so the whole update. A momentum that is another
 parameter's, another step's or transposed tells another one.

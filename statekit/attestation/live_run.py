@@ -1,4 +1,4 @@
-"""A run in memory, in whatever framework, as it is held against its checkpoint."""
+"""A run in memory, of any framework, as `attest` compares it with its checkpoint."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Chosen, not derived (docs/bounds.md): a schedule is any function, and how it is 
 
 
 def enclosed_rate(rates: Sequence[float]) -> Interval:
-    """Returns what a schedule may give in a step, from what it gives by itself, compiled and not."""
+    """Returns the interval of a schedule's rate inside a compiled step, from its rates compiled and not."""
     low, high = np.asarray(min(rates)), np.asarray(max(rates))
     room = SCHEDULE_UNITS * UNIT
     return Interval(low - np.abs(low) * room, high + np.abs(high) * room, "float32", True)
@@ -97,7 +97,7 @@ class NextUpdate:
         assumptions: Sequence[str] = (),
         execution: str | None = None,
     ) -> None:
-        """Holds the live state as it is now against the update that the rule makes.
+        """Compares the live state after an update with the update that the rule makes.
 
         Args:
             grads: Gradients of the blocks, by path.

@@ -117,7 +117,7 @@ def _squares_either_way(state: TrainState) -> Iterator[str]:
 
 
 def _is_converted(opened: OpenState) -> bool:
-    """Tells whether a manifest proves that a conversion meant the dtypes that are there."""
+    """Tells whether a conversion made the checkpoint, and so meant its dtypes."""
     manifest = opened.checkpoint.manifest or {}
     return bool((manifest.get("source") or {}).get("container"))
 
@@ -177,7 +177,7 @@ def _squares(state: TrainState, group: Group) -> set[str]:
 
 
 def _has_a_count(state: TrainState, group: Group) -> bool:
-    """Tells whether an optimizer counts its updates: a state of one that doesn't shows no count that was lost."""
+    """Tells whether a group's optimizer counts its updates; else no count can be lost."""
     schema, variant = state.optimizer.kind(group)
     constants = {} if variant is None else load_schema(schema).variant(variant)["constants"]
     return constants.get("step_scope") != "absent"
@@ -602,7 +602,7 @@ def _scales(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]
 
 
 def _rms(read: Mapping[Key, Reading], path: str, name: str) -> float:
-    """Returns the root mean square of a tensor's values; NaN where there is none, or it isn't finite."""
+    """Returns the root mean square of a tensor's values; NaN for no tensor or values that aren't finite."""
     reading = read.get((path, name))
     if reading is None or reading.squares is None or not reading.is_finite or not reading.size:
         return math.nan

@@ -77,7 +77,7 @@ def _of_this_process(
 
 
 def _by_names(run: LiveRun, path: Place, sample: int | None, seed: int) -> Attestation | None:
-    """Returns what is found by names alone; None where either side doesn't say whose its tensors are."""
+    """Compares two runs by names alone; returns None if one side doesn't name its tensors' parameters."""
     if run.names or run.maps or run.generators:
         return None
     running, hints = run.checkpoint(), run.hints
@@ -168,7 +168,7 @@ def attest_by_names(
 
 
 def _renamed(contents: Contents, theirs: Mapping[str, str]) -> Contents:
-    """Returns what a checkpoint holds under the live names, by which `theirs` has those that a wrapper changed."""
+    """Returns a checkpoint's contents under the live names; `theirs` maps them to the checkpoint's."""
     live_names = {path: name for name, path in theirs.items()}
 
     def renamed(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _differ(name: str, right: Mapping[str, object], live: Mapping[str, object]) -> bool:
-    """Tells whether an option differs; one that only one side has says nothing, unless it is of the state."""
+    """Tells whether an option differs; an option of one side alone does so only if it belongs to the state."""
     if not f"{name}".startswith(_STATE) and not (name in right and name in live):
         return False
     values = [to_json(side.get(name)) for side in (right, live)]
@@ -284,7 +284,7 @@ def _moved_by_one(right: Mapping[str, object], live: Mapping[str, object]) -> It
 def _options(
     right: Mapping[str, Mapping[str, object]], live: Mapping[str, Mapping[str, object]]
 ) -> Iterator[Finding]:
-    """Yields options of parameters that aren't the checkpoint's, and parameters that only one of both moves."""
+    """Yields the options that differ, and the parameters that one side alone moves."""
     if right and live:
         yield from _moved_by_one(right, live)
     both = [path for path in right if path in live]
@@ -303,7 +303,7 @@ _STATE = "state/"
 def _unsaid(
     right: Mapping[str, Mapping[str, object]], live: Mapping[str, Mapping[str, object]]
 ) -> Iterator[str]:
-    """Yields options that one side doesn't say, as a file of an earlier release with fewer of them."""
+    """Yields the options that one side lacks, such as a file of an earlier release."""
     for side, group_values, other in (("the live run", right, live), ("the checkpoint", live, right)):
         if group_values and not other:
             yield f"options: {side} has none"

@@ -119,7 +119,7 @@ def chosen_blocks(
 
 
 def _unstepped(right: TrainState, group: Group, wanted: Sequence[str]) -> str:
-    """Returns why nothing of a group can be stepped, with what it concerns; empty where something can."""
+    """Returns why no parameter of a group can be stepped; "" if one can."""
     schema, variant = right.optimizer.kind(group)
     if schema == WEIGHTS or variant not in load_schema(schema).stepped:
         return f"{schema}, variant {variant or 'unknown'}: statekit has no step for it"

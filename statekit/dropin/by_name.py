@@ -29,7 +29,7 @@ def path_of(name: str) -> str:
 
 
 def renamed_path(path: str, names: Mapping[str, str]) -> str:
-    """Returns a path under another name: its own, or that of the longest module around it which has one.
+    """Returns a path under its new name, or with the new name of the longest module around it.
 
     Args:
         path: The path.
@@ -47,7 +47,7 @@ def renamed_path(path: str, names: Mapping[str, str]) -> str:
 def by_name(
     schema: OptimizerSchema, variant: str, options: Mapping[str, Any], names: Sequence[str], faults: Faults
 ) -> dict[str, Any]:
-    """Returns options with those that tell parameters apart resolved to one value per name, or one for all.
+    """Resolves options by name: to one value for each parameter, or to one for all.
 
     Args:
         schema: The optimizer's schema.

@@ -61,7 +61,7 @@ def overridden(
 
 
 def rate_of(rates: Any, group: Group, state: TrainState, place: str) -> Any:
-    """Returns the learning rate of one of a run's groups; where a map scaled its parameters, it follows them.
+    """Returns the learning rate of a group, scaled if a map scaled the group's parameters.
 
     Args:
         rates: What the caller gave: one for all, or one by schema; numbers, scalars of a framework, or schedules.
@@ -132,7 +132,7 @@ def _overridden(state: TrainState, overrides: Mapping[str, Any], rate: str, anew
 
 
 def _shown(name: str, overrides: Mapping[str, Any]) -> str:
-    """Returns an override as it was written."""
+    """Returns an override as the caller wrote it."""
     option = name if name in overrides else name.partition("[")[0]
     return f"{option}={overrides[option]!r:.200}" if option in overrides else name
 
@@ -161,7 +161,7 @@ def _has_slots(state: TrainState, group: Group, name: str, slots: list[str]) -> 
 
 
 def _length(state: TrainState, group: Group, name: str, slot: str) -> Any:
-    """Returns the length of a group's slots of one name: as the group says; if it doesn't, as they are."""
+    """Returns the length of a group's slots of one name: by its hyperparameters, or else by the slots."""
     lengths = (tensors[slot].shape[0] for tensors in _slots(state, group) if slot in tensors)
     return group.hyperparameters[name] if name in group.hyperparameters else next(lengths, None)
 
@@ -202,7 +202,7 @@ def _by_path(state: TrainState, variant: str, changes: Mapping[str, Any], faults
 
 
 def _refitted(state: TrainState) -> TrainState:
-    """Returns a state that has `m` where its hyperparameters ask for it, in their dtype; a new one is zeros."""
+    """Adds, drops or casts `m` as the hyperparameters demand; a new one is zeros."""
     slots = dict(state.slots)
     constants = variant_constants(state.optimizer.schema, str(state.optimizer.variant))
     is_on = MOMENTUM_ON[constants["momentum_on"]] if "momentum_on" in constants else lambda beta1: True

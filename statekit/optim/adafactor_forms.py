@@ -355,7 +355,7 @@ MOMENTUM_PRODUCT: Mapping[str, Callable[[Setting, Value], Value]] = {
 
 
 def weight_decay(s: Setting, rate: Value | None, step_size: Value) -> Value | float | None:
-    """Returns what the parameter loses of itself in this update; None where it's off."""
+    """Returns the factor of weight decay in this update; None if it is off."""
     w, exponent = s.hyper.weight_decay_rate, s.hyper.weight_decay_rate_lr_exponent
     if exponent:  # T5X tests for truth: a rate of 0 counts as 1 here, and an exponent of 0 as none
         return s.xp.power(_needed(rate), s.xp.constant(exponent)) * s.xp.constant(w or 1.0)

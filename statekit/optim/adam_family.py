@@ -161,7 +161,7 @@ class AdamSetting(MomentSetting[C, H], Generic[C, H]):
 
 
 def settle(schema: Schema, kind: type[D], group: Group, path: str, variant: str) -> D:
-    """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter.
+    """Returns the configuration of a parameter's update; its weight decay is None if the parameter is excluded.
 
     Raises:
         UnknownRuleError: A hyperparameter that the variant offers is unknown; lists all that are.

@@ -16,7 +16,7 @@ from statekit.arrays.backend import Backend, Value
 
 @dataclass(frozen=True)
 class Decay:
-    """Weights of a moment's old and new value, as the original holds them: rounded, or None where it stays exact."""
+    """The weights of a moment's old and new value, in the original's precision; None for an exact one."""
 
     old: Value
     new: Value

@@ -163,7 +163,7 @@ def momentum_dtype(form: AdamWConstants, hyper: AdamWHyperparameters, param_dtyp
 
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> AdamWHyperparameters:
-    """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter."""
+    """Returns the configuration of a parameter's update; its weight decay is None if the parameter is excluded."""
     return adam_family.settle("adamw", AdamWHyperparameters, group, path, variant)
 
 

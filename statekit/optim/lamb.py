@@ -31,7 +31,7 @@ Setting: TypeAlias = AdamSetting[LambConstants, AdamHyperparameters]
 
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> AdamHyperparameters:
-    """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter."""
+    """Returns the configuration of a parameter's update; its weight decay is None if the parameter is excluded."""
     return adam_family.settle("lamb", AdamHyperparameters, group, path, variant)
 
 

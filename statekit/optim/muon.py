@@ -69,7 +69,7 @@ class MuonHyperparameters:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """A parameter's update: hyperparameters, and what each of its axes is, where that doesn't follow from its shape."""
+    """The configuration of a parameter's update: hyperparameters, and its axes if its shape doesn't tell them."""
 
     hyper: MuonHyperparameters
     axes: tuple[Axis, ...] | None = None
@@ -80,7 +80,7 @@ Setting: TypeAlias = MomentSetting[MuonConstants, MuonHyperparameters]
 
 @dataclass(frozen=True)
 class Sides:
-    """Which axes of a parameter make the matrix: outputs, inputs, and those over which it goes one by one."""
+    """The axes of a parameter: outputs and inputs of its matrices, and the axes of a batch of them."""
 
     batch: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -219,7 +219,7 @@ def slot_names(hyper: MuonHyperparameters) -> tuple[str, ...]:
 
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> MuonConfig:
-    """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter."""
+    """Returns the configuration of a parameter's update; its weight decay is None if the parameter is excluded."""
     hyper = adam_family.settle("muon", MuonHyperparameters, group, path, variant)
     hashable = tuple(tuple(row) if isinstance(row, list | tuple) else row for row in hyper.ns_coefficients)
     return MuonConfig(replace(hyper, ns_coefficients=hashable), None if rule is None else rule.axes)

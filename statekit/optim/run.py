@@ -161,7 +161,7 @@ def mover(xp: Backend, state: TrainState, execution: Execution | None = None) ->
 
 
 def _by_literal_rates(xp: Backend, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step into which learning rates are written as numbers: those are rounded where they meet arrays."""
+    """Returns a step that is compiled for each learning rate as a constant, which is rounded where it meets arrays."""
     by_rates: dict[Any, Callable[..., Any]] = {}
 
     def run(before: Any, grads: Any, rates: Any, updates: Any, behind: Any) -> Any:

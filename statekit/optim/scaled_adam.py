@@ -180,7 +180,7 @@ def sized(
 
 
 def _limited(s: ScaledAdamSetting, x: Value, rms: Value, dtype: str) -> Value:
-    """Returns x, 0 where the parameter is too small, and held back where it is too large."""
+    """Returns x limited by the parameter's size: 0 if that is too small, reduced if it is too large."""
     xp, limit = s.xp, s.form["size_step_limit"]
     x = xp.if_greater(-rms, -xp.constant(s.hyper.param_min_rms, dtype), xp.widen(0.0), x)
     if limit != "none":

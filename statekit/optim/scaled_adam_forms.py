@@ -78,7 +78,7 @@ class ScaledAdamSetting(steps.Setting[ScaledAdamConstants, ScaledAdamHyperparame
         return value if dtype == "float32" else self.xp.rounded(value, dtype)
 
     def added(self, number: Value, *dtypes: str) -> Value:
-        """Returns a number as PyTorch adds it, or a multiple of it, to arrays of these dtypes, or fills them with it.
+        """Returns a number as PyTorch rounds it to add it to arrays of these dtypes, or to fill them.
 
         Its CPU kernels round such a number to the arrays' dtype, where those that multiply or divide keep it float32.
         Source: torch 2.13 on bfloat16, and the recording zipformer2025_bf16, resumed_trajectory.

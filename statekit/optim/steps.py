@@ -122,7 +122,7 @@ USUAL: Mapping[str, Execution] = {"each_operation": "op_by_op"}
 def promoting(
     scene: Scene, compute_dtype: str, arrays: Iterable[Value], loose: tuple[str, ...] = ("float16",)
 ) -> Scene:
-    """Returns a scene over dtypes that decide how operations round, where that is the rule and some array is low.
+    """Returns a scene whose operations round by dtypes, if the rule does so and an array has few bits.
 
     Operations in the parameter's dtype, to which all is converted first, are as JAX's are op by op.
 
@@ -158,7 +158,7 @@ def sum_of(grad: Value) -> Value:
 
 
 def no_group_slots(xp: Backend, params: Arrays, group: Group, variant: str) -> dict[str, Value]:
-    """Returns no slots: what `begin` is where a group as a whole has none."""
+    """Returns no slots: the `begin` of a rule without slots of whole groups."""
     return {}
 
 
