@@ -779,3 +779,25 @@ def test_adapters_of_several_modules_have_the_order_that_their_shapes_leave(
         np.array_equal(moments[name.replace(".", "/")], optimizer.state[param]["exp_avg"].numpy())
         for name, param in params.items()
     )
+
+
+@pytest.mark.parametrize(("name", "decoupled"), [("adamw", True), ("adam", False)])
+def test_who_names_one_of_several_kin_tells_its_decay(name: str, decoupled: bool, tmp_path: Path) -> None:
+    """As OLMo-core's groups. Seen red: `unknown: decoupled_weight_decay` of what was called adamw."""
+    model, path = Net(), tmp_path / "last.pt"
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    updated(model, optimizer, 1)
+    state = optimizer.state_dict()
+    kept = {
+        "lr": 0.01,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "fused": False,
+        "foreach": False,
+    }
+    state["param_groups"] = [{**kept, "params": [*range(6)]}]
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    with statekit.open(path, optimizer=name) as opened:
+        (group,) = opened.groups
+    assert group.hyperparameters["decoupled_weight_decay"] is decoupled

@@ -1085,14 +1085,24 @@ def _told_by_dialect(group: Group, kind: TorchOptimizer, decoupled: tuple[bool, 
     if dialect.several:
         because = f"its groups have {', '.join(dialect.options)}, as those of several libraries"
         facts.append(fits_several(dialect.several, because))
-    elif DECOUPLED not in values and decoupled is not None:
-        values[DECOUPLED], origins[DECOUPLED] = decoupled
+    decay = _stated_decay(dialect, decoupled)
+    if DECOUPLED not in values and decay:
+        values[DECOUPLED], origins[DECOUPLED] = decay
+    elif dialect.several:
+        pass  # each has its own decay
     elif DECOUPLED not in values and not decays:
         values[DECOUPLED], origins[DECOUPLED] = True, "inferred"
     elif DECOUPLED not in values:
         facts.append(fits_several(tuple(_DECOUPLES), _ADAM_OR_ADAMW))
     facts += _of_own_class(dialect)
     return replace(group, hyperparameters=values, known_from=origins, facts=tuple(facts))
+
+
+def _stated_decay(
+    dialect: Signature, decoupled: tuple[bool, KnownFrom] | None
+) -> tuple[bool, KnownFrom] | None:
+    """Returns what is told of a decay; of several kin the user alone tells it, by the name of one."""
+    return None if decoupled is None or (dialect.several and decoupled[1] != "given") else decoupled
 
 
 def _of_own_class(dialect: Signature) -> Iterator[Fact]:
