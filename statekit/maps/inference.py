@@ -266,7 +266,7 @@ def _alike(target: str, path: str) -> int:
 
 
 def _template(paths: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
-    """Returns paths that differ in one part as a path with `{part}` there, and the part of each; None if they don't."""
+    """Returns a template with `{part}` for paths that differ in one part, and their parts; None for other paths."""
     parts = [path.split("/") for path in paths]
     if len({len(part) for part in parts}) > 1:
         return None

@@ -217,7 +217,7 @@ class StateMap(Protocol):
         """Returns the state under other names."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what was asked for, as it stands in a plan."""
+        """Returns the map as the user asked for it, for plans."""
 
 
 def carried_through(state: TrainState, maps: Iterable[StateMap]) -> tuple[TrainState, tuple[Mapped, ...]]:

@@ -115,7 +115,7 @@ class Template:
         return re.compile(text + re.escape(self.text[end:]))
 
     def path(self, binding: Binding) -> str:
-        """Returns the path that a binding gives; fields that it doesn't bind stay."""
+        """Returns the path with the binding's fields filled in; other fields stay."""
         return _FIELD.sub(lambda m: self._word(m, binding) if m[1] in binding else m[0], self.text)
 
     def _word(self, match: re.Match[str], binding: Binding) -> str:
@@ -481,7 +481,7 @@ class ModelMap:
         shapes: Mapping[str, Shape],
         faults: Faults,
     ) -> dict[str, int]:
-        """Returns how many there are of what each number counts: as many as the names, or a stacked axis, show."""
+        """Returns the count of each number of the map, by the names or by the length of a stacked axis."""
         counts: dict[str, int] = {}
         for entry in entries:
             for path, binding in bound[entry].items():

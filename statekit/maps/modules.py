@@ -82,7 +82,7 @@ class Kind:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it may read an image whose axes were flattened into one."""
+        """Whether it may read an image that was flattened."""
         return any(operation["op"] == "flattened" for leaf in self.leaves for operation in leaf.operations)
 
 
@@ -173,7 +173,7 @@ class Modules:
         model: TargetModel | None,
         faults: Faults,
     ) -> tuple[list[Link], tuple[str, ...]]:
-        """Returns what becomes of each parameter, and what was taken that names don't tell; adds what doesn't fit.
+        """Returns the links of all parameters, and the assumed kinds of modules; adds faults.
 
         Args:
             shapes: The parameters' shapes, by path.
@@ -275,7 +275,7 @@ class Modules:
         model: TargetModel | None,
         faults: Faults,
     ) -> list[Kind]:
-        """Returns the kinds that one module may be of; adds a fault where it can be of none."""
+        """Returns the kinds that a module may have; adds a fault if there is none."""
         if why := next((why for pattern, why in self.refused if fnmatchcase(name, pattern)), None):
             faults.add(f"can't be held by the target: {why}", name)
             return []
@@ -409,7 +409,7 @@ def _made(kind: Kind, module: str, leaves: Iterable[str]) -> set[str]:
 def _of_model(
     kinds: list[Kind], name: str, ranks: Mapping[str, int], model: TargetModel, faults: Faults
 ) -> list[Kind]:
-    """Returns those of a module's kinds that the target's model has it of; adds a fault where it has another."""
+    """Returns the module's kinds that the target's model has too; adds a fault if it has another."""
     cls = model.classes.get(name)
     fitting = [kind for kind in kinds if cls is None or not kind.classes or cls in kind.classes]
     if cls is not None and not fitting:

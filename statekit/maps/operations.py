@@ -215,7 +215,7 @@ class Permute(OfEach):
 
 @dataclass(frozen=True)
 class Merge(OfEach):
-    """Two neighbouring axes as one: bitwise where the rule treats both alike.
+    """Merges two neighbouring axes; bitwise if the rule treats both alike.
 
     Attributes:
         axis: The first of the two.
@@ -395,13 +395,13 @@ def number_said(piece: Piece, name: str) -> tuple[Exactness, str]:
 
 
 def share_of(piece: Piece, name: str, share: float) -> Tensor:
-    """Returns a slot that is one number for a parameter, for a part of it with that share of its elements."""
+    """Returns a part's slot, from a slot of one number and the part's share of elements."""
     slot = piece.slots[name]
     return views.Scaled(slot, share) if load_schema(piece.schema).slots[name].fused in _SUMS else slot
 
 
 def reranked(number: Tensor, rank: int) -> Tensor:
-    """Returns a slot that is one number, or a history of such, as a parameter of another rank has it."""
+    """Reshapes a slot of one number, or of a history of numbers, for a parameter of another rank."""
     history = number.shape[:1] if number.shape and number.shape[0] != 1 else ()
     shape = (*history, *(1,) * rank)
     return number if number.shape == shape else views.Squeezed(number, shape)

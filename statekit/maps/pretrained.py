@@ -112,7 +112,7 @@ class Pretrained:
         return files, tuple(self._sentences(values, settings, others))
 
     def check(self, model: Model, settings: Mapping[str, Any], name: str) -> None:
-        """Refuses a model whose parameters contradict one another, or what was said, whatever else nobody says.
+        """Refuses a model whose parameters contradict each other, or the settings.
 
         Raises:
             StateError: They do; lists every key.
@@ -136,7 +136,7 @@ class Pretrained:
         )
 
     def assumed(self, names: Container[str]) -> Iterator[str]:
-        """Yields what a model gets that nobody said, each with why, given the keys that are known of it."""
+        """Yields the assumed settings of a model, each with its reason; `names` are the known ones."""
         for _, key, rule in self._rules():
             if "assumed" in rule and key not in names:
                 yield (

@@ -133,7 +133,7 @@ _UNKNOWN = object()
 
 
 def why_unmapped(name: str) -> str:
-    """Returns why there is no map of a model or map that somebody names; "" of one that nothing is known of."""
+    """Returns why a named model has no map; "" if no reason is known."""
     reasons = _data()["unmapped"]
     return next((str(reasons[word]) for word in reasons if word in name.lower()), "")
 

@@ -216,7 +216,7 @@ class Recast(OfEach):
 
 @dataclass(frozen=True)
 class Factor(OfEach):
-    """A full second moment averaged, as a rule has it: what a run that factored the parameter would have kept."""
+    """Averages a full second moment by a rule, into the factors that a factoring run would have kept."""
 
     axes: tuple[Axis, ...]
 

@@ -526,7 +526,7 @@ class _Form:
 def _forms(
     right: TrainState, other: TrainState, runs: tuple[RunState, RunState], rates: Mapping[int, Rate]
 ) -> dict[str, _Form]:
-    """Returns each parameter's schedule where two states have it in other forms; none where one isn't told."""
+    """Returns each parameter's schedule if two states have it in different forms and both are known."""
     kinds = [[schedule.kind for schedule in run.schedules] for run in runs]
     if not all(kinds) or (kinds[0] == kinds[1] and not rates):
         return {}

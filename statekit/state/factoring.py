@@ -247,7 +247,7 @@ def _from_axes(table: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, t
 def effective(
     rule: tuple[Axis, ...] | None, shape: Shape, factored: bool, min_dim_size_to_factor: int
 ) -> tuple[Axis, ...] | None:
-    """Returns what T5X does with a parameter, as labels; None if it has no rule for it and stops.
+    """Returns the labels by which T5X factors a parameter; None if T5X stops because it has no rule.
 
     A rule without BATCH is ignored for rank 0 to 2.
 

@@ -287,7 +287,7 @@ _ALIKE = re.compile(r"(?P<bits>8-bit )?(?P<names>.+ or .+) of (?P<library>\w+)")
 
 
 def narrowed(optimizer: Optimizer, *words: str) -> Optimizer:
-    """Returns one of several optimizers of a library that have the same state: that which a word names, if one does."""
+    """Narrows a library's optimizers with the same state to the one that a word names, if exactly one does."""
     match = None if optimizer.several else _ALIKE.fullmatch(optimizer.variant or "")
     if match is None or not is_native(optimizer.schema):
         return optimizer

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def settled(kind: type[T], schema: str, variant: str, group: Group) -> T:
-    """Returns a group's hyperparameters as a record; what the variant doesn't offer has the value that describes it.
+    """Returns a group's hyperparameters as a record; options that the variant lacks have the value that describes it.
 
     Args:
         kind: A dataclass whose fields are canonical names; others have a default, which stays. A field of type
@@ -109,7 +109,7 @@ def last_name(path: str) -> str:
 
 
 def _by_path(path: str, excluded: Exclusion, name: str) -> bool:
-    """Tells whether a parameter is excluded: as it is said of its path, or by a regex that fits a name of it."""
+    """Tells whether a parameter is excluded, by its path or by a pattern that matches its name."""
     if not isinstance(excluded, Mapping):
         patterns = excluded if isinstance(excluded, Sequence) else [excluded] if excluded else []
         return any(is_found(pattern, name, "exclude_from_weight_decay") for pattern in patterns)

@@ -171,7 +171,7 @@ def _whole(
     natives: Mapping[str, Mapping[str, Spelling]],
     options: Mapping[str, Any],
 ) -> Mapping[str, Any]:
-    """Returns what was said, arguments that make up an array as that array, under the first of their names."""
+    """Joins arguments that make up one array, under the first of their names."""
     whole = dict(options)
     for argument, meanings in natives.items():
         for canonical, spelling in meanings.items():
@@ -184,7 +184,7 @@ def _whole(
 
 
 def _fault(rules: OptimizerSchema, variant: str, name: str, value: Any) -> str:
-    """Returns what is wrong with an option's value as such; what it says by name is checked with the parameters."""
+    """Returns the fault of an option's value; values by name are checked later, with the parameters."""
     if name == FACTOR_MAP:
         return ""
     if fault := rules.fault(name, value):

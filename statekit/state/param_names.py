@@ -89,7 +89,7 @@ def inner_name(name: str) -> str:
 
 
 def _as_peft(name: str) -> str:
-    """Returns a name of diffusers' LoRA files as PEFT has it; any other name as it is.
+    """Returns PEFT's name for a name of diffusers' LoRA files; other names stay.
 
     Source: huggingface/diffusers, src/diffusers/utils/state_dict_utils.py, `PEFT_TO_DIFFUSERS` and
     `DIFFUSERS_OLD_TO_PEFT`.

@@ -345,7 +345,7 @@ def _has_only_a_count(node: Tree, path: tuple[Any, ...]) -> str:
 
 
 def _counts_of(optimizers: Tree) -> tuple[int, ...]:
-    """Returns how many groups each optimizer has of those that lay side by side; none where nothing says it so."""
+    """Returns the number of groups of each optimizer of a run that has several; empty if unknown."""
     rows = optimizers if isinstance(optimizers, (list, tuple)) else ()
     counts = [
         row[1] for row in rows if isinstance(row, (list, tuple)) and len(row) == 2 and type(row[1]) is int

@@ -591,7 +591,7 @@ class _Open(Mapping[str, Any]):
 
 
 def _native_schema(name: str) -> OptimizerSchema:
-    """Returns the schema of a framework's optimizers that have none: whatever is there fits."""
+    """Returns a schema that any state fits, for a framework's optimizers without one."""
     variant = {"stepped": False, "defaults": {}, "fixed": {}, "constants": {}}
     data = {**_NOTHING, "name": name, "title": f"Optimizers of {NATIVE[name]} without a schema"}
     slots = _Open(lambda slot: SlotSchema(slot, slot, NATIVE_SHAPE, NATIVE_SHAPE, None, "", {}))

@@ -291,7 +291,7 @@ def _encoded(state: TrainState, paths: Collection[str]) -> TrainState:
 
 
 def check_known(state: TrainState, makers: Iterable[str]) -> None:
-    """Refuses a state whose bfloat16 parameters may be encoded or not, as nobody said which variant made it.
+    """Refuses bfloat16 parameters of an unknown variant, if some of its candidates encode them.
 
     Raises:
         InexactError: Some of them encode, others don't.

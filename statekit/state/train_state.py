@@ -433,7 +433,7 @@ class TrainState:
         return replace(part, optimizer=Optimizer.of(groups, [kind] * len(groups)))
 
     def renamed(self, rename: Callable[[str], str]) -> TrainState:
-        """Returns the state with every path renamed. `extra` stays as it is, but for what it has by parameter.
+        """Returns the state with every path renamed, also in the parts of `extra` that go by parameter.
 
         Args:
             rename: The new path of each path. Two paths must not become one.

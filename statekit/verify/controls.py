@@ -1,4 +1,4 @@
-"""Faults that a verification must see, made of the very state that it is about: else it proves nothing.
+"""Controls: faults in the verified state itself. A verification that does not see them proves nothing.
 
 Each is a wrong state that a conversion or a resume could have left. Where one isn't seen, as there is nothing in this
 checkpoint to see it by, the certificate says that it proves nothing about it.

@@ -160,7 +160,7 @@ class Subject:
         return self.recording.checkpoint_step
 
     def obstacle(self) -> str:
-        """Returns why there is no checkpoint to start from, or none that statekit can read; "" if there is one."""
+        """Returns why no checkpoint can be the start: it is missing or unreadable; "" if one can."""
         try:
             with self._opened(self.first + 1):
                 return ""

@@ -238,7 +238,7 @@ class SideBySide:
         )
 
     def _side(self, state: TrainState, layout: str, rates: Rates, *, is_source: bool = False) -> Side:
-        """Returns what steps a state: its own class, where it is installed and takes it, or our step.
+        """Returns the side that steps a state: by its own class, if that is installed and accepts it, or by our step.
 
         A target that its own framework can't load is no continuation of the run, which is said where the updates are
         compared; of a source nothing is asked, and our step takes the place.
@@ -294,7 +294,7 @@ class SideBySide:
         return Side(source.state, _ours(source.state)), target
 
     def _twin(self, sample: Sample) -> TrainState:
-        """Returns a state in which what is stepped has the slots of another parameter of its kind, if there is one."""
+        """Returns a state whose stepped parameters have the slots of others of their kind, if there are any."""
         expected = self._states[1]
         others = {path: other for other, path in sample.stands_for.items()}
         paths = tuple(others.get(path, path) for path in sample.paths)
@@ -620,7 +620,7 @@ def _detected(wrong: TrainState, bound: Bounds, probe: Probe, rates: Rates) -> d
 def _said(
     control: Control, wrong: TrainState | None, seen: Mapping[str, Any] | None, right: TrainState
 ) -> dict[str, Any]:
-    """Returns what became of a control, as a certificate has it."""
+    """Returns the result of a control for the certificate."""
     row: dict[str, Any] = {"name": control.name, "detected": seen is not None}
     if seen is not None:
         return {**row, "in_the_update": dict(seen)}

@@ -180,7 +180,7 @@ def certificate(asked: Asked, on_progress: OnProgress = lambda *progress: None) 
 
 @contextmanager
 def _opened(asked: Asked) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]]]:
-    """Opens both sides: the target as it is, the source as a conversion to such a target makes it."""
+    """Opens the target, and prepares the conversion of the source to a target of the same form."""
     with ExitStack() as stack:
         target = stack.enter_context(open_beside(asked.target, asked.ref))
         card = registry.container_card(target.checkpoint.container)
@@ -603,7 +603,7 @@ def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, li
 
 
 def _of_several(state: TrainState) -> str:
-    """Returns why nobody knows whose rule a state follows; "" where it fits one optimizer alone."""
+    """Returns a sentence if several optimizers fit a state; "" if one does."""
     facts = [fact for group in state.optimizer.groups for fact in group.facts]
     is_open = any(fact.name == OPTIMIZER and fact.source == "unknown" for fact in facts)
     return "the state may be of several optimizers; name it: --optimizer NAME" if is_open else ""

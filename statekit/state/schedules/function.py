@@ -50,7 +50,7 @@ def fault(
     counts: Iterable[str] = (),
     others: Iterable[str] = (),
 ) -> str | None:
-    """Returns what is wrong with arguments that shall be numbers: those that nobody said, or those that are none."""
+    """Returns the fault of arguments that must be numbers: missing ones, or those of another type."""
     names = list(needed)
     if missing := [name for name in names if arguments.get(name) is None]:
         return f"missing {', '.join(missing)}"

@@ -180,7 +180,7 @@ def annealing(state: Mapping[str, Any]) -> str | None:
 
 
 def _swa(state: Mapping[str, Any]) -> Told:
-    """Returns what SWALR does to a group, whose rate it anneals from wherever it was to `swa_lr`.
+    """Returns the rates of SWALR, which anneals a group's rate from its value at the start to `swa_lr`.
 
     Source: pytorch/pytorch torch/optim/swa_utils.py, `SWALR.get_lr`.
     """
@@ -279,7 +279,7 @@ _STABLE = frozenset(
 
 
 def _least(base: float, arguments: Mapping[str, Any]) -> float | None:
-    """Returns the rate at which a Trainer's cosine ends; None where nothing says it.
+    """Returns the rate at which a Trainer's cosine ends; None if the arguments don't have it.
 
     It is said for the rate that the optimizer was made with, and scaled with a group's own.
     """

@@ -65,7 +65,7 @@ class Class:
 
     @property
     def title(self) -> str:
-        """Its name with the versions of what it runs on, and as which execution on another device than a CPU."""
+        """Its name with the versions of its packages, and its execution if it runs on another device than a CPU."""
         packages = ", ".join(f"{name} {installed(name)}" for name in self.packages)
         where = f", as {self.execution}: {execution(self.execution).title}" if self.execution else ""
         return f"{self.name} ({packages}{where})"
@@ -133,7 +133,7 @@ def class_of(layout: str, schema: str, variant: str) -> Class | None:
 
 
 def installed(package: str) -> str:
-    """Returns the version of a package; of TensorFlow, whatever it is published as."""
+    """Returns the version of a package; tensorflow-cpu counts as TensorFlow."""
     for name in (package, f"{package}-cpu"):
         try:
             return version(name)

@@ -100,7 +100,7 @@ def recorded_groups(folder: Path, meta: Mapping[str, Any]) -> Iterator[dict[str,
 
 
 def _of_its_optimizer(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group's arguments, with schema and variant where it says which of several optimizers moves it."""
+    """Returns a group's arguments; if it names one of several optimizers, with schema and variant."""
     if "optimizer" not in group:
         return dict(group)
     schema, variant = kind(group, KINDS)
@@ -140,7 +140,7 @@ def _partitions(state: TrainState, phase: Phase) -> Iterator[tuple[str, Tensor]]
 
 
 def _flat(state: TrainState, group: Group, slot: str, ranks: int, by_group: bool) -> Array:
-    """Returns one slot of a group as ranks hold it: (ranks, elements of each)."""
+    """Returns one slot of a group as its ranks hold it, of shape (ranks, elements per rank)."""
     parts = [state.slots[path][slot].read().reshape(-1) for path in group.paths]
     if by_group:
         return _padded(np.concatenate(parts), 2 * ranks).reshape(ranks, -1)
