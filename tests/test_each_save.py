@@ -195,7 +195,7 @@ def test_files_of_keras_are_found_whatever_they_are_called(
 
 
 def test_names_go_into_no_other_file(tmp_path: Path) -> None:
-    """What a link led to was written over, and a FIFO held the run for ever."""
+    """Seen red: what a link led to was written over."""
     pytest.importorskip("transformers")
     from statekit.hf import NamesCallback
 

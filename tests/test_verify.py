@@ -554,7 +554,7 @@ def test_somebody_elses_certificate_ends_in_a_typed_error(
 
 @pytest.mark.torch
 def test_a_certificate_decides_on_no_trust(made: Certificate, tmp_path: Path) -> None:
-    """Seen red: links were followed and a contradicted manifest passed because the certificate said so."""
+    """Seen red: the options were taken from it."""
     for name, value in (("accept_damaged", True), ("follow_links", True), ("budget", 2**50)):
         cert = forged(made, tmp_path / "cert.json", "asked", name, value=value)
         with pytest.raises(FormatError, match=f"isn't known here @ asked/{name}"):

@@ -126,7 +126,7 @@ def read_records(records: Mapping[str, Mapping[Any, Any]]) -> NativeRecords:
 
 
 def misfits_of(
-    record: Mapping[Any, Any], signature: Signature | None, shape: Shape
+    record: Mapping[Any, Any], signature: Signature | None, shape: Shape, counts: bool
 ) -> Iterator[tuple[str, str]]:
     """Yields the slots of a parameter with which the class that keeps them can't go on, each with its fault.
 
@@ -134,6 +134,7 @@ def misfits_of(
         record: What is kept of the parameter; a parameter without a gradient has nothing yet.
         signature: The class.
         shape: The parameter's.
+        counts: Whether the class counts updates; SGD doesn't, and begins a momentum that isn't there anew.
     """
     if signature is None or not signature.shaped or not record:
         return
@@ -141,8 +142,8 @@ def misfits_of(
         slot = record.get(name)
         if isinstance(slot, Tensor) and slot.shape != shape:
             yield f"has shape {slot.shape}, expected {shape}", name
-    if STEP in record:  # SGD has no count, and begins a momentum that isn't there anew
-        yield from (("isn't there", name) for name in signature.slots if record.get(name) is None)
+    if counts:
+        yield from (("isn't there", name) for name in (STEP, *signature.slots) if record.get(name) is None)
 
 
 def _shared(steps: Sequence[Any]) -> dict[str, bool]:

@@ -775,13 +775,23 @@ def _records(
     pairs = ((names.get(index), record) for index, record in parts.state.items())
     records = {path_of(name): record for name, record in pairs if name is not None and name in parts.model}
     others = {path: record for path, record in records.items() if kind_of[path].is_native}
-    shapes = {path_of(name): tensor.shape for name, tensor in parts.model.items()}
-    for path, record in others.items():
-        for fault, slot in native.misfits_of(record, kind_of[path].signature, shapes[path]):
-            faults.add(f"slot {slot} {fault}", path)
+    faults += _misfits(others, {path_of(name): tensor.shape for name, tensor in parts.model.items()}, kind_of)
     return {path: record for path, record in records.items() if path not in others}, native.read_records(
         others
     )
+
+
+def _misfits(
+    records: Mapping[str, Mapping[str, Any]],
+    shapes: Mapping[str, Shape],
+    kind_of: Mapping[str, TorchOptimizer],
+) -> Iterator[tuple[str, str]]:
+    """Yields the slots with which classes without a schema can't go on, and whose they are."""
+    counted = {id(kind_of[path]) for path, record in records.items() if STEP in record}
+    for path, record in records.items():
+        kind = kind_of[path]
+        for fault, slot in native.misfits_of(record, kind.signature, shapes[path], id(kind) in counted):
+            yield f"slot {slot} {fault}", path
 
 
 def _counting(
