@@ -527,3 +527,14 @@ def test_what_seal_writes_is_read_whatever_a_file_is_called(name: str, whole: bo
     is_sealed = main(["seal", subject]) == 0
     assert main(["check", subject]) == 0
     assert is_sealed or {entry.name for entry in tmp_path.iterdir()} == before
+
+
+def test_a_file_whose_manifest_could_have_no_name_is_read_and_not_sealed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"{'x' * 250}.pt"
+    shutil.copy(GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt", path)
+    for verb in ("inspect", "check", "doctor"):
+        assert main([verb, f"{path}"]) == DONE, verb
+    assert main(["seal", f"{path}"]) == FAILED
+    assert "name too long" in capsys.readouterr().err and [*tmp_path.iterdir()] == [path]

@@ -10,12 +10,14 @@ names are none of its business: a run goes on in its folder.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,6 +53,8 @@ from statekit.tensors.digest import records_digest
 from statekit.tensors.tensor import Stored, Tensor
 
 _NUMBER = re.compile(r"\d+")
+_NAME_BYTES = 255
+"""How long a file's name may be on this machine."""
 _REMEDY = (
     "restore the checkpoint from a copy, or seal it anew if it was changed on purpose (`statekit seal`); "
     "--accept-damaged (in Python accept_damaged=True) goes on with what is there, without the manifest"
@@ -134,6 +138,8 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
     """
     nearest = manifest_place(checkpoint), checkpoint.path / FILE
     for place in _places(checkpoint):
+        if isinstance(place, Path) and len(os.fsencode(place.name)) > _NAME_BYTES:
+            continue
         if not place.is_file():
             if place in nearest and _is_named(place):
                 findings.append(Finding("the manifest is no file", f"{place}", True))
