@@ -137,9 +137,7 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
     old ones.
     """
     nearest = manifest_place(checkpoint), checkpoint.path / FILE
-    for place in _places(checkpoint):
-        if isinstance(place, Path) and len(os.fsencode(place.name)) > _NAME_BYTES:
-            continue
+    for place in filter(_can_be_named, _places(checkpoint)):
         if not place.is_file():
             if place in nearest and _is_named(place):
                 findings.append(Finding("the manifest is no file", f"{place}", True))
@@ -161,6 +159,10 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
             stated = entries if _went_on(place.parent, manifest) else files_named
             return Proof(place, manifest, stated, manifest["tensors"] if is_whole else {}, is_whole)
     return None
+
+
+def _can_be_named(place: Place) -> bool:
+    return not isinstance(place, Path) or len(os.fsencode(place.name)) <= _NAME_BYTES
 
 
 def _is_named(place: Place) -> bool:
