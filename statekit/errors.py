@@ -250,10 +250,15 @@ MOST_LINES = 40
 """How many lines a list of faults has."""
 
 
-def some(names: Sequence[str]) -> str:
-    """Returns the first few of many names."""
+def some(names: Sequence[object]) -> str:
+    """Returns the first few of many names; a file may have keys that are no text.
+
+    Example:
+        >>> some(["a", 7, "b", "c", "d"])
+        'a, 7, b and 2 more'
+    """
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    return ", ".join(map(str, names[:MOST_NAMED])) + more
 
 
 def extra(name: str) -> str:
