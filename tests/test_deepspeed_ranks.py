@@ -242,7 +242,7 @@ def test_a_rank_with_another_model_is_refused(run: Path, rank: int, key: str) ->
     if key == "param_shapes":
         saved[key][0]["a.bias"] = torch.Size([8])
     else:
-        saved[key] = {"a.bias": "b.bias"} if key == "shared_params" else ["a.bias"]
+        saved[key] = {"tied.bias": "a.bias"} if key == "shared_params" else ["a.bias"]
     torch.save(saved, file)
     if (rank, key) == (0, "shared_params"):
         open_state(run).close()

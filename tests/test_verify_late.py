@@ -248,7 +248,7 @@ def failing_class(monkeypatch: pytest.MonkeyPatch, error: Exception, at: int) ->
 
     class Failing:
         name = title = "a class"
-        is_here = True
+        missing = ()
         sqrt_units = 0.0
         execution = None
 

@@ -212,19 +212,26 @@ def _read_chunks(data: bytes) -> object:
     return _read_zarr(header, {**_chunks(_kind(header)), key: bytes.fromhex(chunk)})
 
 
+_ARRAYS = ("target.dense.kernel", "target.dense.bias", "target.w", "target.x")
+
+
 def _spec_samples() -> list[bytes]:
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": "target.dense.kernel"},
-        "dtype": "float32",
-        "metadata": {
-            "shape": [4, 6],
-            "chunks": [2, 3],
-            "dtype": "<f4",
-            "compressor": {"id": "gzip", "level": 1},
-        },
-    }
-    return [json.dumps({"a": spec, "b": "PLACEHOLDER://target.x", "c": {"d": spec, "e": [1, spec]}}).encode()]
+    kernel, bias, weight = (
+        {
+            "driver": "zarr",
+            "kvstore": {"driver": "file", "path": array},
+            "dtype": "float32",
+            "metadata": {
+                "shape": [4, 6],
+                "chunks": [2, 3],
+                "dtype": "<f4",
+                "compressor": {"id": "gzip", "level": 1},
+            },
+        }
+        for array in _ARRAYS[:3]
+    )
+    tree = {"a": kernel, "b": "PLACEHOLDER://target.x", "c": {"d": bias, "e": [1, weight]}}
+    return [json.dumps(tree).encode()]
 
 
 def _read_specs(data: bytes) -> object:
@@ -233,8 +240,7 @@ def _read_specs(data: bytes) -> object:
 
     tree, header = strict_json(data, PLACE), json.dumps(ZARRAY).encode()
     parts = {".zarray": header, **_chunks("2")}
-    arrays = ("target.dense.kernel", "target.x")
-    values = {f"{array}/{key}": value for array in arrays for key, value in parts.items()}
+    values = {f"{array}/{key}": value for array in _ARRAYS for key, value in parts.items()}
     return used(Arrays(Values(values)).with_tensors(tree)[0]) if isinstance(tree, dict) else None
 
 
