@@ -107,7 +107,7 @@ def test_what_was_found_once_in_a_plan_is_a_value_or_an_error_of_ours(
     if value is ...:
         path, last = path[:-1], path[-1]
         value = {key: one for key, one in at(tree, path).items() if key != last}
-    changed = put(tree, path, value)
+    changed = put(tree, path, value(at(tree, path)) if callable(value) else value)
     hold(trees.PLAN, (number, target, changed))
 
 

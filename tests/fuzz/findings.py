@@ -184,5 +184,9 @@ PLANS: list[tuple[str, str, tuple[Any, ...], Any]] = [
     ),
     ("statekit-torch", "statekit-jax", ("optimizer", "param_groups", 0, "params"), 5),
     ("statekit", "tf2-t2t", ("state", "groups", 0, "hyperparameters", "max_parameter_scale"), float("inf")),
+    ("bitsandbytes-32bit", "deepspeed", ("model",), lambda model: (model,)),
 ]
-"""Layout of a sample, the layout that is planned, a path in its tree, and what stood there; ... for nothing."""
+"""Layout of a sample, the layout that is planned, a path in its tree, and what stood there; ... for nothing.
+
+A function makes it of what the sample has there.
+"""

@@ -160,9 +160,9 @@ def check_names(expert: int, weights: Mapping[str, Tensor], place: object) -> No
         )
 
 
-def is_of_expert(name: str) -> bool:
-    """Tells whether a name is of one of DeepSpeed's experts."""
-    return _NAME.fullmatch(name) is not None
+def is_of_expert(name: object) -> bool:
+    """Tells whether a name is of one of DeepSpeed's experts; a foreign tree may have names that are no text."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def own_experts(
