@@ -376,7 +376,7 @@ INEXACT: Mapping[str, tuple[Exactness, str]] = {
 
 
 def _origin(parts: Sequence[Mapping[str, Any]], sources: set[str]) -> Origin:
-    """Returns where a tensor comes from, by the nodes of its expression, of which the first is the whole."""
+    """Returns how a tensor was made: kept as it is, derived, or synthesised. The first node is the whole tensor."""
     if sources.isdisjoint(_stored_names(parts)):
         return "synthesised"
     return "kept" if parts[0].get("op") == "stored" else "derived"

@@ -84,7 +84,7 @@ def from_json(document: RequestDocument) -> Request:
         target=checkpoint_place(document["target"]),
         to=document["to"],
         layout=document["layout"],
-        step_offset=offset if isinstance(offset, int) or offset == "reset" else "keep",  # type: ignore[arg-type]
+        step_offset=offset if isinstance(offset, int) or offset == "reset" else "keep",  # type: ignore[arg-type]  # a literal
         require=Exactness.named(document["require"]),
         like=None if like is None else checkpoint_place(like),
         maps=()

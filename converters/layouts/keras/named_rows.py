@@ -64,7 +64,7 @@ class NamedRow(NamedTuple):
 
 
 def named_row(key: str, full_name: str, params: Sequence[str]) -> NamedRow:
-    """Returns a variable of an optimizer with its parameter and what it is, by its name."""
+    """Returns a variable of an optimizer with its parameter and its slot, which its name gives."""
     path, slot = slot_of(full_name, params)
     is_count = path is None and slot in (ITERATION, _COUNT)
     return NamedRow(key, full_name, path, ITERATION if is_count else slot)

@@ -429,7 +429,7 @@ def _require_form(state: TrainState, home: Mapping[str, Any], layout: str) -> No
 def values_of_slots(
     state: TrainState, home: Mapping[str, Any], layout: str
 ) -> dict[tuple[str | None, str], Tensor]:
-    """Returns an optimizer's variables by parameter and slot; the parameter is None for what it has once.
+    """Returns an optimizer's variables by parameter and slot; a variable of no parameter has None.
 
     Raises:
         InexactError: No optimizer of Keras holds the state; lists every reason.

@@ -127,7 +127,7 @@ def numbered(
     Args:
         schema: The optimizer.
         variables: In their order.
-        flags: What is known of what it keeps: `rate`, `average`, `accumulate`, `amsgrad`.
+        flags: Whether it keeps each of `rate`, `average`, `accumulate`, `amsgrad`, as far as the file says.
         model: All variables that it may move, which decide where its own leave several ways open.
 
     Raises:

@@ -205,7 +205,7 @@ _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magn
 def _by_adapted_modules(
     shapes: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool
 ) -> Order | None:
-    """Returns the order of adapters, of which a module's follow one another; None where modules fit in several ways.
+    """Returns the order of adapters; those of a module follow one another. None where modules fit in several ways.
 
     Source: huggingface/peft src/peft/tuners/lora/layer.py, `LoraLayer.__init__`: the parts of a module in their order.
     """
@@ -221,7 +221,7 @@ def _by_adapted_modules(
 def _in_turn_by_shapes(
     waiting: Sequence[list[list[str]]], model: Mapping[str, Shape], shapes: Sequence[Shape | None]
 ) -> list[str]:
-    """Returns the names of modules, of which each time the shapes leave one; none where they leave none or several."""
+    """Returns the parameters' names, module by module; none unless the shapes fit exactly one next module."""
     names: list[str] = []
     while len(names) < len(shapes):
         left = list(shapes[len(names) :])
