@@ -19,7 +19,7 @@ from torch_models import blank_model
 
 import statekit.torch
 from formats import values
-from goldens import bundles
+from goldens import GOLDEN, bundles
 from replaying import BACKENDS, COMPILING, marks
 from statekit.arrays.backend import backend
 from statekit.attestation.doctor import doctor
@@ -426,6 +426,42 @@ def test_what_does_not_fit_is_refused(fault: str, tmp_path: Path) -> None:
     damage(run)
     with pytest.raises(error):
         DEEPSPEED.open(run)
+
+
+def without_last(document: dict[str, Any]) -> None:
+    document["param_shapes"][0].popitem()
+
+
+UNNAMED: dict[str, tuple[Made, Callable[[dict[str, Any]], object]]] = {
+    "the last of a group": (Made(some_groups(*SHAPES)), without_last),
+    "all of a group": (Made(some_groups(*SHAPES)), lambda document: document["param_shapes"][1].clear()),
+    "where ranks don't say what they hold": (Made(some_groups(*SHAPES), 3, 2, said=False), without_last),
+    "a single value": (Made(some_groups([(8,), ()], [(4,)]), 2, 1), without_last),
+    "under ZeRO 3": (Made(some_groups(SHAPES[0]), 2, 3), without_last),
+    "a frozen one under ZeRO 3": (
+        Made(some_groups(*SHAPES), 2, 3, frozen={"head.w": np.ones((5, 2), np.float32)}),
+        lambda document: document.update(frozen_param_shapes={}, frozen_param_fragments={}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_what_ranks_hold_of_a_parameter_without_a_shape_is_not_lost(name: str, tmp_path: Path) -> None:
+    """Seen red: its master and moments were never read, and the rest was called bitwise."""
+    made, change = UNNAMED[name]
+    run = write(made, tmp_path / "run")
+    rewritten("*model*", change)(run)
+    with pytest.raises(CorruptError, match=r"doesn't name|Nothing says"):
+        DEEPSPEED.open(run)
+
+
+def test_a_universal_parameter_without_a_shape_is_not_lost(tmp_path: Path) -> None:
+    """Seen red: its folder was odd, and passed over."""
+    run = GOLDEN / "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint"
+    shutil.copytree(run / "global_step4_universal", tmp_path / TAG)
+    rewritten("mp_rank*", without_last)(tmp_path)
+    with pytest.raises(CorruptError, match="doesn't name"):
+        DEEPSPEED.open(tmp_path / TAG)
 
 
 def test_why_a_folder_of_slices_is_refused_is_said(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -426,9 +427,8 @@ def test_composers_optimizer_is_found_and_called_by_its_class(
     assert "Composer's DecoupledAdamW" in refused(across, capsys)
 
 
-def test_masters_of_fused_adam_are_what_goes_on(tmp_path: Path) -> None:
-    """Seen red: what was written for torch couldn't be read, and verify refuted what was written for Optax."""
-    model = torch.nn.Linear(3, 2)
+def fused_run(model: torch.nn.Module) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Returns a run of FusedAdam as its state_dict has it, and its masters."""
     saved = saved_run(model).state_dict()
     masters = [param.detach().clone() for param in model.parameters()]
     for record, master in zip(saved["state"].values(), masters, strict=True):
@@ -436,6 +436,34 @@ def test_masters_of_fused_adam_are_what_goes_on(tmp_path: Path) -> None:
         record["master_param"] = master
     options = {"lr": 0.01, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     saved["param_groups"] = [{**options, "step": 3, "params": [0, 1]}]
+    return saved, masters
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda master: master.T, "master_param has shape (3, 2), expected (2, 3)"),
+        (lambda master: 3 * master.flatten(), "master_param has shape (6,), expected (2, 3)"),
+        (lambda _: 1.0, "master_param is no tensor"),
+        (lambda _: None, "isn't there @ slots/weight/master"),
+    ],
+)
+def test_a_master_that_is_missing_or_of_another_shape_is_refused(
+    wrong: Callable[[torch.Tensor], object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: it was passed over, and the run was called bitwise."""
+    model = torch.nn.Linear(3, 2)
+    saved, (master, _) = fused_run(model)
+    saved["state"][0]["master_param"] = wrong(master)
+    torch.save({"model": model.to(torch.bfloat16).state_dict(), "optimizer": saved}, tmp_path / "run.pt")
+    assert words in refused(["convert", str(tmp_path / "run.pt"), str(tmp_path / "again.pt")], capsys)
+    assert main(["doctor", str(tmp_path / "run.pt")]) == 1
+
+
+def test_masters_of_fused_adam_are_what_goes_on(tmp_path: Path) -> None:
+    """Seen red: what was written for torch couldn't be read, and verify refuted what was written for Optax."""
+    model = torch.nn.Linear(3, 2)
+    saved, masters = fused_run(model)
     path, optax = tmp_path / "run.pt", tmp_path / "optax"
     torch.save({"model": model.to(torch.bfloat16).state_dict(), "optimizer": saved}, path)
     assert main(["convert", str(path), str(tmp_path / "again.pt")]) == 0

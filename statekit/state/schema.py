@@ -23,7 +23,7 @@ NATIVE_SHAPE = "native"
 """The shape rule of slots that no schema describes: any shape."""
 
 
-_BESIDE_NARROW = {"master"}
+BESIDE_NARROW = {"master"}
 """Slots that only parameters of low precision have, whatever their group says."""
 
 
@@ -345,7 +345,7 @@ class OptimizerSchema:
         needed = {name for name, slot in self.slots.items() if slot.is_always}
         for name, spec in self.hyperparameters.items():
             if values.get(name) is True and "boolean" in spec["type"]:
-                needed.update({*spec.get("decides", {}).get("existence", ())} - _BESIDE_NARROW)
+                needed.update({*spec.get("decides", {}).get("existence", ())} - BESIDE_NARROW)
         if {"v_row", "v_col"} <= self.slots.keys():
             needed |= {"v_row", "v_col"} if {"v_row", "v_col"} & {*slots} else {"v"}
         return {name for name in needed if name in self.slots and self.slots[name].shape not in OF_GROUPS}

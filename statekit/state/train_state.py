@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.evidence import SCALED, Fact, FactRecord
 from statekit.state.evidence import KnownFrom as KnownFrom  # noqa: PLC0414 - part of a state
-from statekit.state.schema import NATIVE_SHAPE, OptimizerSchema, is_native, load_schema
+from statekit.state.schema import BESIDE_NARROW, NATIVE_SHAPE, OptimizerSchema, is_native, load_schema
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.typed import Name, Natural
@@ -285,6 +285,8 @@ def _lasting(facts: Iterable[Fact]) -> list[dict[str, Any]]:
     return [fact.to_json() for fact in facts if not fact.is_against_file]
 
 
+_FULL_BYTES = 4
+"""Bytes of a float32."""
 GONE = "isn't there"
 """What is said of a slot that the rule needs, and that isn't there."""
 
@@ -397,12 +399,18 @@ class TrainState:
 
         No original goes on from such a state. A parameter without any slot was frozen or had no gradient yet.
         """
-        groups = self.optimizer.group_of
+        groups, kind_of = self.optimizer.group_of, self.optimizer.kind
+        shared = {
+            (kind_of(groups[p]), name) for p, kept in self.slots.items() if p in groups for name in kept
+        }
         for path, schema in self._schemas().items() if self.counts.updates else ():
             slots = self.slots.get(path, {})
             if not slots or path not in groups:
                 continue
-            for name in sorted(schema.needed(slots, groups[path].hyperparameters) - slots.keys()):
+            needed = schema.needed(slots, groups[path].hyperparameters)
+            if self.params[path].dtype.itemsize < _FULL_BYTES:  # where others have masters, it has one
+                needed |= {name for name in BESIDE_NARROW if (kind_of(groups[path]), name) in shared}
+            for name in sorted(needed - slots.keys()):
                 yield GONE, f"slots/{path}/{name}"
             kinds = "fVc" if self.params[path].dtype.kind == "c" else "fV"
             tensors = {

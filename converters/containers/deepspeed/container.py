@@ -259,7 +259,7 @@ def _sliced(
     _check_groups(groups, shapes, place)
     for of_expert in experts.values():
         first["module"] |= of_expert
-    model = {} if tag.layers else _model(models, state, shapes, place)
+    model = {} if tag.layers else _model(models, state, shapes, _stage(engine.get(_STAGE)), place)
     return [Sliced(model, state, groups, [list(group) for group in shapes], engine, parts)]
 
 
@@ -303,7 +303,9 @@ def _universal(
     if len(models) == 1 and all(
         state[name][MASTER].shape == s for group in shapes for name, s in group.items()
     ):
-        return Sliced(_model(models[0], state, shapes, place), state, groups, names, engine)
+        return Sliced(
+            _model(models[0], state, shapes, _stage(engine.get(_STAGE)), place), state, groups, names, engine
+        )
     moved = {name: tensor for name, tensor in first["module"].items() if name in state or name in buffers}
     if lost := [name for name in first["module"] if name not in moved]:
         findings.append(Finding(f"aren't read, as ranks hold pieces of them: {', '.join(lost[:5])}", place))
@@ -503,10 +505,11 @@ def _plain(node: Any) -> Tree:
 
 
 def _model(
-    models: list[dict[str, Any]], state: Mapping[str, Any], shapes: Shapes, place: str
+    models: list[dict[str, Any]], state: Mapping[str, Any], shapes: Shapes, stage: int, place: str
 ) -> dict[str, Tree]:
     """Returns the model's tensors; those that ranks hold in parts are put together."""
     first = models[0]
+    buffers = {*_buffer_names(first, place)}
     shape_of = {name: shape for group in shapes for name, shape in group.items()}
     frozen = first.get("frozen_param_shapes") or {}
     shared = first.get(_SHARED) or {}
@@ -517,6 +520,13 @@ def _model(
             weights[name] = _weight(tensor, state[owner][MASTER], shape_of[owner], f"{name} in {place}")
         elif owner in frozen and tensor.shape == (0,):
             weights[name] = _frozen(models, owner, _shape(frozen[owner], place), place)
+        elif stage == 3 and tensor.shape == (0,) and name not in buffers:
+            raise CorruptError(
+                "Nothing says what ranks hold of a parameter, which ZeRO 3 cut.",
+                place=f"{name} in {place}",
+                expected="its shape in param_shapes or frozen_param_shapes, or its owner in shared_params",
+                found="a tensor without a value",
+            )
         else:
             weights[name] = tensor
     lost = [name for name in shape_of if name not in weights]

@@ -67,9 +67,8 @@ class Spread:
         """
         state = dict[str, dict[str, Any]]()
         for number, holders in enumerate(self.holders):
-            group = [shapes if i == number else {} for i, shapes in enumerate(self.shapes)]
             for rank, sharers in enumerate(holders):
-                slots = joined([parts[i] for i in sharers], group, stage)
+                slots = joined([parts[i] for i in sharers], self.shapes, stage, number)
                 state |= {self._global_name(name, rank): of_param for name, of_param in slots.items()}
         return state
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from statekit.converters.containers.deepspeed.files import MASTER, UNIVERSAL, open_file, require
 from statekit.converters.containers.deepspeed.zero import Shapes
-from statekit.errors import CorruptError, FormatError
+from statekit.errors import CorruptError, FormatError, some
 from statekit.files.checkpoint import Finding
 from statekit.files.source import Files, listing
 from statekit.files.tree import Place
@@ -73,10 +73,16 @@ def _check_folders(folder: Place, wanted: Mapping[str, Shape], findings: list[Fi
             place=folder,
             found=", ".join(missing[:5]),
         )
-    findings += [
-        Finding("belongs to no parameter, passed over", str(folder / name))
-        for name in sorted(names - wanted.keys())
-    ]
+    others = sorted(names - wanted.keys())
+    if unnamed := [name for name in others if (folder / name / f"{MASTER}.pt").is_file()]:
+        raise CorruptError(
+            "A universal checkpoint holds parameters that the model's file doesn't name.",
+            place=folder,
+            expected="the parameters of param_shapes",
+            found=some(unnamed),
+            remedy="make it again of the run's checkpoint: ds_to_universal.py",
+        )
+    findings += [Finding("belongs to no parameter, passed over", str(folder / name)) for name in others]
 
 
 def _check_slots(folder: Place, state: Mapping[str, Mapping[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from statekit.converters.containers.deepspeed.files import MASTER, require
 from statekit.converters.formats.pytorch.one_step import options
-from statekit.errors import CorruptError, FormatError
+from statekit.errors import CorruptError, FormatError, some
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record, Tree
 from statekit.tensors.views import Concatenated, Segment
@@ -43,6 +43,7 @@ class Part:
         spans: Where each parameter lies in each of `masters`, if it says so: name -> start, count.
         engine: What the engine keeps beside, which each rank has whole.
         place: Its file, for messages.
+        filling: How many values of each group's vector fill up between parameters.
     """
 
     masters: Sequence[Tensor]
@@ -51,6 +52,7 @@ class Part:
     spans: Sequence[Mapping[str, tuple[int, int]]] | None
     engine: Mapping[str, Tree]
     place: str
+    filling: Sequence[int] = ()
 
     @property
     def options(self) -> list[dict[str, Tree]]:
@@ -92,7 +94,12 @@ def part_of(tree: Tree, place: str) -> Part:
     lists = [require(group.get("params", []), (list, tuple), "a list", place) for group in groups]
     if any(type(i) is not int or not 0 <= i < len(flats) for numbers in lists for i in numbers):
         raise FormatError("A group has another vector than there are.", place=place, expected=f"{len(flats)}")
-    return Part(flats, state, groups, spans, _engine(optimizer), place)
+    paddings = require(optimizer.get("param_alignment_paddings") or [], list, "paddings by group", place)
+    filling = [
+        sum(require(n, int, "a padding", place) for n in require(of_group, list, "paddings", place))
+        for of_group in paddings
+    ]
+    return Part(flats, state, groups, spans, _engine(optimizer), place, filling)
 
 
 def _engine(optimizer: Mapping[Any, Any]) -> dict[str, Tree]:
@@ -145,17 +152,26 @@ def by_group(shapes: Shapes, part: Part) -> Shapes:
     ]
 
 
-def joined(parts: Sequence[Part], shapes: Shapes, stage: int) -> dict[str, dict[str, Any]]:
+def joined(
+    parts: Sequence[Part], shapes: Shapes, stage: int, only: int | None = None
+) -> dict[str, dict[str, Any]]:
     """Returns the optimizer's state by parameter, its float32 weight among it.
 
+    Args:
+        parts: What ranks hold.
+        shapes: The parameters of each group.
+        stage: ZeRO's.
+        only: The group that these ranks share, if there are others.
+
     Raises:
-        CorruptError: What ranks hold doesn't make up the parameters.
+        CorruptError: What ranks hold doesn't make up the parameters, or is more than they are.
     """
     first = parts[0]
     if any(len(part.masters) != len(first.masters) for part in parts):
         raise CorruptError("Ranks hold different numbers of groups.", place=first.place)
     whole = {}
-    for name, shape, runs in _interleaved(parts, shapes) if stage == 3 else _concatenated(parts, shapes):
+    cut = _interleaved if stage == 3 else _concatenated
+    for name, shape, runs in cut(parts, {n: s for n, s in enumerate(shapes) if only in (None, n)}):
         count_held = sum(count for _, _, _, count in runs)
         if count_held != math.prod(shape):
             raise CorruptError(
@@ -172,11 +188,16 @@ _Runs: TypeAlias = list[tuple[int, int, int, int]]
 """Rank, position of the flat vector, start, count."""
 
 
-def _concatenated(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, Shape, _Runs]]:
-    for number, group in enumerate(shapes):
+_Numbered: TypeAlias = Mapping[int, Mapping[str, Shape]]
+"""The shape of each parameter by name, of groups by their numbers."""
+
+
+def _concatenated(parts: Sequence[Part], shapes: _Numbered) -> Iterator[tuple[str, Shape, _Runs]]:
+    for number, group in shapes.items():
         if number >= len(parts[0].masters):
             raise CorruptError("A group has no flat weights.", place=parts[0].place, found=f"group {number}")
         spans = [_own_spans(part, number) for part in parts]
+        _check_all_taken(parts, number, group, spans)
         if not _follow(spans, group):
             spans = list(_usual_spans(parts, number, group))
         for name, shape in group.items():
@@ -186,6 +207,38 @@ def _concatenated(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, 
                 if of_rank and name in of_rank
             ]
             yield name, shape, [run for run in runs if run[3]]
+
+
+_ALIGNMENT = 2
+"""A vector is filled up to a multiple of so many values for each rank.
+
+Source: deepspeedai/DeepSpeed deepspeed/utils/zero_to_fp32.py, `_zero2_merge_trainable_params`.
+"""
+
+
+def _check_all_taken(
+    parts: Sequence[Part],
+    number: int,
+    group: Mapping[str, Shape],
+    spans: Sequence[Mapping[str, tuple[int, int]] | None],
+) -> None:
+    """Refuses a group whose vector holds more than its parameters: the others would be lost without a word."""
+    others = sorted({name for of_rank in spans for name in of_rank or () if name not in group})
+    held = sum(part.masters[number].shape[0] for part in parts)
+    taken = sum(map(math.prod, group.values())) + sum(parts[0].filling[number : number + 1])
+    most = -(-taken // (_ALIGNMENT * len(parts))) * _ALIGNMENT * len(parts)
+    if others or held > most:
+        raise _left_over(parts[0], f"{taken} values", f"{held}{', of ' if others else ''}{some(others)}")
+
+
+def _left_over(part: Part, taken: str, held: str) -> CorruptError:
+    return CorruptError(
+        "The optimizer holds values of parameters that the model's file doesn't name.",
+        place=part.place,
+        expected=f"{taken}, as param_shapes has them",
+        found=held,
+        remedy="take the files of the model and of the optimizer from one save",
+    )
 
 
 def _follow(spans: Sequence[Mapping[str, tuple[int, int]] | None], group: Mapping[str, Shape]) -> bool:
@@ -219,10 +272,10 @@ def _usual_spans(
         begin += size
 
 
-def _interleaved(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, Shape, _Runs]]:
+def _interleaved(parts: Sequence[Part], shapes: _Numbered) -> Iterator[tuple[str, Shape, _Runs]]:
     ranks, number, offset = len(parts), 0, 0
     sizes = [flat.shape[0] for flat in parts[0].masters]
-    for name, shape in (pair for group in shapes for pair in group.items()):
+    for name, shape in (pair for group in shapes.values() for pair in group.items()):
         count = math.prod(shape)
         length = -(-count // ranks)
         while number < len(sizes) and offset == sizes[number]:
@@ -234,6 +287,8 @@ def _interleaved(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, S
         left = [min(length, max(0, count - rank * length)) for rank in range(ranks)]
         yield name, shape, [(rank, number, offset, n) for rank, n in enumerate(left) if n]
         offset += length
+    if left_over := sum(sizes[number:]) - offset:
+        raise _left_over(parts[0], f"{sum(sizes) - left_over} values of each rank", f"{sum(sizes)}")
 
 
 def _state(parts: Sequence[Part], name: str, shape: Shape, runs: _Runs) -> Iterator[tuple[str, Any]]:

@@ -397,7 +397,7 @@ def _with_masters(
     """
     copies: list[Any] = next((wrapper[key] for key in _MASTERS if isinstance(wrapper.get(key), list)), [])
     numbers = [group["params"] for group in groups]
-    if not copies or [len(part) for part in copies if isinstance(part, list)] != [*map(len, numbers)]:
+    if not copies or [len(part) if isinstance(part, list) else -1 for part in copies] != [*map(len, numbers)]:
         return state, wrapper
     masters = {
         i: {MASTER_PARAM: master}

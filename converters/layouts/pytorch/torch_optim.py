@@ -958,9 +958,11 @@ def _shape_of(kind: TorchOptimizer, record: Mapping[str, Any], model: Mapping[st
 def _slots(
     kind: TorchOptimizer, record: Mapping[str, Any], rule: Rule, shape: Shape, path: str, faults: Faults
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, stored_as in kind.names.items():
+    for name, stored_as in {**kind.names, MASTER: MASTER_PARAM}.items():
         tensor = record.get(stored_as)
         if not isinstance(tensor, Tensor):
+            if name == MASTER and tensor is not None:
+                faults.add(f"{stored_as} is no tensor", path)
             continue
         expected = rule.slot_shape(name, shape) if name in FACTORED else shape
         stored = stored_shape(str(kind.variant), name, rule, shape)
@@ -968,8 +970,6 @@ def _slots(
             faults.add(f"{stored_as} has shape {tensor.shape}, expected {stored}", path)
         else:
             yield name, tensor if stored == expected else Squeezed(tensor, expected)
-    if isinstance(master := record.get(MASTER_PARAM), Tensor) and master.shape == shape:
-        yield MASTER, master
 
 
 def _saw_pieces(kind: TorchOptimizer, record: Mapping[str, Any], rule: Rule) -> bool:
