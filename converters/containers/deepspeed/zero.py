@@ -224,19 +224,19 @@ def _check_all_taken(
 ) -> None:
     """Refuses a group whose vector holds more than its parameters: the others would be lost without a word."""
     others = sorted({name for of_rank in spans for name in of_rank or () if name not in group})
-    held = sum(part.masters[number].shape[0] for part in parts)
+    values = sum(part.masters[number].shape[0] for part in parts)
     taken = sum(map(math.prod, group.values())) + sum(parts[0].filling[number : number + 1])
     most = -(-taken // (_ALIGNMENT * len(parts))) * _ALIGNMENT * len(parts)
-    if others or held > most:
-        raise _left_over(parts[0], f"{taken} values", f"{held}{', of ' if others else ''}{some(others)}")
+    if others or values > most:
+        raise _left_over(parts[0], f"{taken} values", f"{values}{', of ' if others else ''}{some(others)}")
 
 
-def _left_over(part: Part, taken: str, held: str) -> CorruptError:
+def _left_over(part: Part, taken: str, stored: str) -> CorruptError:
     return CorruptError(
         "The optimizer holds values of parameters that the model's file doesn't name.",
         place=part.place,
         expected=f"{taken}, as param_shapes has them",
-        found=held,
+        found=stored,
         remedy="take the files of the model and of the optimizer from one save",
     )
 
