@@ -410,16 +410,19 @@ class TrainState:
             needed = schema.needed(slots, groups[path].hyperparameters)
             if self.params[path].dtype.itemsize < _FULL_BYTES:  # where others have masters, it has one
                 needed |= {name for name in BESIDE_NARROW if (kind_of(groups[path]), name) in shared}
-            for name in sorted(needed - slots.keys()):
-                yield GONE, f"slots/{path}/{name}"
-            kinds = "fVc" if self.params[path].dtype.kind == "c" else "fV"
-            tensors = {
-                f"params/{path}": self.params[path],
-                **{f"slots/{path}/{n}": t for n, t in slots.items()},
-            }
-            for place, tensor in tensors.items() if not is_native(schema.name) else ():
-                if tensor.dtype.kind not in kinds:
-                    yield f"has dtype {tensor.dtype}", place
+            yield from ((GONE, f"slots/{path}/{name}") for name in sorted(needed - slots.keys()))
+            yield from () if is_native(schema.name) else self._whole_numbers(path, slots)
+
+    def _whole_numbers(self, path: str, slots: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        """Yields what of a parameter has a dtype in which no update moves it."""
+        kinds = "fVc" if self.params[path].dtype.kind == "c" else "fV"
+        tensors = {
+            f"params/{path}": self.params[path],
+            **{f"slots/{path}/{name}": tensor for name, tensor in slots.items()},
+        }
+        for place, tensor in tensors.items():
+            if tensor.dtype.kind not in kinds:
+                yield f"has dtype {tensor.dtype}", place
 
     def group_of(self, path: str) -> Group | None:
         """Returns the group that moves a parameter, or None if it is frozen."""

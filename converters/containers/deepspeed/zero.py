@@ -94,12 +94,19 @@ def part_of(tree: Tree, place: str) -> Part:
     lists = [require(group.get("params", []), (list, tuple), "a list", place) for group in groups]
     if any(type(i) is not int or not 0 <= i < len(flats) for numbers in lists for i in numbers):
         raise FormatError("A group has another vector than there are.", place=place, expected=f"{len(flats)}")
+    return Part(flats, state, groups, spans, _engine(optimizer), place, _filling(optimizer, place))
+
+
+def _filling(optimizer: Mapping[Any, Any], place: str) -> list[int]:
+    """Returns how many values of each group's vector fill up between parameters.
+
+    Source: deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py, `parameter_alignment`.
+    """
     paddings = require(optimizer.get("param_alignment_paddings") or [], list, "paddings by group", place)
-    filling = [
-        sum(require(n, int, "a padding", place) for n in require(of_group, list, "paddings", place))
+    return [
+        sum(require(count, int, "a padding", place) for count in require(of_group, list, "paddings", place))
         for of_group in paddings
     ]
-    return Part(flats, state, groups, spans, _engine(optimizer), place, filling)
 
 
 def _engine(optimizer: Mapping[Any, Any]) -> dict[str, Tree]:
