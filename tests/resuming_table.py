@@ -9,14 +9,13 @@ that they were run by hand.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import drivers
 from resuming import CELLS
 
 HERE = Path(__file__).parent
@@ -174,9 +173,8 @@ the rate, so a conversion to them is refused.
 def run(folder: Path, cells: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Runs cells, all unless told which, in a process of their own; returns what came of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    driver = [sys.executable, str(HERE / "resuming.py"), str(folder), *cells]
-    settings = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(driver, env=settings, capture_output=True, text=True, check=False)
+    large = ["torch", "jax", "tensorflow"]
+    done = drivers.run(HERE / "resuming.py", folder, *cells, imports=large, JAX_PLATFORMS="cpu")
     if done.returncode:
         raise RuntimeError(done.stderr)
     results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())

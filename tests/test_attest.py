@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import drivers
 import numpy as np
 import pytest
 
@@ -304,7 +303,7 @@ def test_masters_that_went_stale_are_found(tmp_path: Path) -> None:
 
 def test_runs_of_trainer_accelerate_and_lightning_are_attested(tmp_path: Path) -> None:
     script = Path(__file__).with_name("attest_driving.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+    done = drivers.run(script, tmp_path, imports=["transformers.trainer", "lightning", "statekit.torch"])
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads((tmp_path / "result.json").read_text())
     for kind in ("gpt2", "t5"):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import drivers
 import numpy as np
 import pytest
 
@@ -68,7 +67,7 @@ STEPS = {
 
 def driven(work: Path, *which: str) -> Any:
     script = Path(__file__).with_name("attest_jax_driving.py")
-    done = subprocess.run([sys.executable, script, work, *which], capture_output=True, text=True, check=False)
+    done = drivers.run(script, work, *which, imports=["orbax.checkpoint", "optax", "statekit.jax"])
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((work / "result.json").read_text())
 

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import drivers
 import numpy as np
 import pytest
 
@@ -212,10 +210,8 @@ def test_updates_lead_exactly_to_what_the_rule_makes(dtype: str) -> None:
 
 def test_sharded_parameters_move_within_the_bound() -> None:
     script = Path(__file__).with_name("jax_sharding.py")
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300, check=False
-    )
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = drivers.run(script, imports=["optax", "statekit.jax"], **flags)
     assert done.stdout.strip() == "5 within the bound", done.stderr[-3000:]
 
 

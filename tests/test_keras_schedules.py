@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import drivers
 import keras_schedule_driving
 import pytest
 from keras_schedule_driving import KINDS, TARGETS, WELL, TorchRun, model, planned_for
@@ -119,8 +118,7 @@ def test_the_printed_class_of_mxnet_has_every_rate(call: str) -> None:
 def came_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Returns what came of going on in every target, in a program of its own."""
     folder = tmp_path_factory.mktemp("keras")
-    command = [sys.executable, keras_schedule_driving.__file__, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = drivers.run(keras_schedule_driving.__file__, folder, imports=["torch", "tensorflow"])
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, str] = json.loads((folder / "results.json").read_text())
     return results

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import drivers
 import pytest
 import torch
 
@@ -66,7 +65,8 @@ def test_lightning_goes_on_saves_and_goes_on_from_that(
     assert document["resume"] == [f'trainer.fit(model, ckpt_path="{tmp_path / "there.ckpt"}")']
     assert any("Lightning" in said for said in document["plan"]["assumptions"])
     files = [str(tmp_path / name) for name in ("there.ckpt", "again.ckpt", "found.pt")]
-    done = subprocess.run([sys.executable, "-c", FIT, *files], capture_output=True, text=True, check=False)
+    (tmp_path / "fit.py").write_text(FIT)
+    done = drivers.run(tmp_path / "fit.py", *files, imports=["lightning"])
     assert done.returncode == 0, done.stderr[-3000:]
     for _ in range(5):
         step()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import drivers
 import numpy as np
 import pytest
 import torch
@@ -32,7 +31,7 @@ Truth = dict[str, list[list[str]]]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Truth]:
     folder = tmp_path_factory.mktemp("runs")
     script = Path(__file__).with_name("trained_folders.py")
-    done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
+    done = drivers.run(script, folder, imports=["transformers.trainer"])
     assert done.returncode == 0, done.stderr[-4000:]
     return folder, json.loads((folder / "names.json").read_text())
 

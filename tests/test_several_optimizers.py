@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import drivers
 import numpy as np
 import pytest
 from several_driving import ALL, LABELS, SAVED, SHAPES, WRAPPERS, Run, flat, nested, saved
@@ -537,6 +536,6 @@ def test_the_printed_lines_of_statekit_torch_go_on_as_optax_does_and_through_a_s
     before = BEFORE.format(tests=str(Path(__file__).parent))
     program = tmp_path / "program.py"
     program.write_text("\n".join([before, *lines, AFTER.format(**places)]))
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    done = drivers.run(program, imports=["torch", "optax", "statekit.torch"])
     assert done.returncode == 0, done.stderr[-3000:]
     near({path: value.numpy() for path, value in torch.load(places["end"]).items()})

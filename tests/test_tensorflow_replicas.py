@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import drivers
 import numpy as np
 import pytest
 
@@ -22,9 +20,7 @@ PART = 1e-3
 
 def driven(folder: Path, replicas: int, *arguments: str) -> dict[str, dict[str, Any]]:
     """Runs the driver in a process of its own; returns what each run came to."""
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(DRIVER), str(folder), str(replicas), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = drivers.run(DRIVER, folder, replicas, *arguments, imports=["tensorflow"], CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     return read(folder)
 

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
+import drivers
 import pytest
-import torch
-from torch_sharding import (
-    CASES,
-    OPTIMIZERS,
-    checkpoints_go_round,
-    in_turn,
-    network,
-    parts_are_attested,
-    run_sharded,
-    train,
-    updates_stay_within_the_bound,
-)
-
-import statekit.torch
+import torch_sharding
+from torch_sharding import CASES, run_sharded, updates_stay_within_the_bound
 
 pytestmark = pytest.mark.torch
 
 
-SAMPLE = [i for i, case in enumerate(CASES) if case[1] in ("t5x", "zip2025", "mxnet_unfused")]
-
-
 def test_updates_attested_parts_and_checkpoints_in_two_processes(tmp_path: Path) -> None:
-    """All three in the same two processes, since it takes longer to start them than to do it."""
-    for name, options in OPTIMIZERS.items():
-        model = network()
-        optimizer = getattr(statekit.torch, name)(model.named_parameters(), lr=0.05, **options)
-        train(model, optimizer, 0, 2)
-        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        train(model, optimizer, 2, 2)
-        torch.save({**saved, "later": model.state_dict()}, tmp_path / f"{name}.pt")
-    model = network()
-    adam = torch.optim.AdamW(model.parameters(), lr=0.05)
-    train(model, adam, 0, 2)
-    saved = {"model": model.state_dict(), "optimizer": adam.state_dict()}
-    torch.save({**saved, "names": [name for name, _ in model.named_parameters()]}, tmp_path / "run.pt")
-    run_sharded(
-        in_turn, tmp_path, (updates_stay_within_the_bound, SAMPLE, (1,)), (checkpoints_go_round,),
-        (parts_are_attested, False), (parts_are_attested, True),
-    )  # fmt: skip
+    large = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "statekit.torch"]
+    done = drivers.run(torch_sharding.__file__, tmp_path, imports=large)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.slow

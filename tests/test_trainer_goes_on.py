@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import drivers
 import numpy as np
 import pytest
 from test_hf_folders import made
@@ -31,7 +30,7 @@ def driven(work: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Runs trainer_driving.py, and returns what it found."""
     (work / "case.json").write_text(json.dumps(case))
     script = Path(__file__).with_name("trainer_driving.py")
-    done = subprocess.run([sys.executable, script, work], capture_output=True, text=True, check=False)
+    done = drivers.run(script, work, imports=["transformers.trainer", "statekit.torch"])
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads((work / "result.json").read_text())
     return result

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import drivers
 import numpy as np
 import pytest
 import torch
@@ -159,8 +158,7 @@ def driven(root: Path, sources: Sequence[str]) -> dict[str, tuple[Any, Any]]:
         case, due[name] = SOURCES[name](folder)
         (folder / "case.json").write_text(json.dumps(case))
     script = Path(__file__).with_name("trainer_schedule_driving.py")
-    line: list[str | Path] = [sys.executable, script, *folders.values()]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = drivers.run(script, *folders.values(), imports=["transformers.trainer", "statekit.torch"])
     assert done.returncode == 0, done.stderr[-4000:]
     return {
         name: (json.loads((folder / "result.json").read_text()), due[name])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import drivers
 import numpy as np
 import pytest
 
@@ -23,9 +22,7 @@ NOTHING = 1e-6
 def driven(folder: Path, *words: str) -> dict[str, Any]:
     """Runs hf_optax_driving.py, and returns what it found."""
     script = Path(__file__).with_name("hf_optax_driving.py")
-    done = subprocess.run(
-        [sys.executable, script, folder, *words], capture_output=True, text=True, check=False
-    )
+    done = drivers.run(script, folder, *words, imports=["transformers.trainer", "optax"])
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result

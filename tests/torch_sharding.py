@@ -1,4 +1,10 @@
-"""Two processes that hold parts of every parameter, and what they check; imported by both of them."""
+"""Two processes that hold parts of every parameter, and what they check; imported by both of them.
+
+    python torch_sharding.py FOLDER
+
+checks a sample of the cases, that checkpoints go round, and that parts are attested. All three are done by the same two
+processes, since it takes longer to start them than to do it.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +50,15 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("adamw", "gpt_neo", {}),
 )
 
+SAMPLE = [i for i, case in enumerate(CASES) if case[1] in ("t5x", "zip2025", "mxnet_unfused")]
 
-def run_sharded(work: Callable[..., None], folder: Path, *arguments: Any, world: int = 2) -> None:
+
+def run_sharded(
+    work: Callable[..., None], folder: Path, *arguments: Any, world: int = 2, start: str = "spawn"
+) -> None:
     """Runs a function in processes that hold parts of everything: work(mesh, rank, folder, ...)."""
-    processes.spawn(_begin, (work, folder, arguments, world), nprocs=world)  # type: ignore[attr-defined, no-untyped-call]  # untyped in PyTorch
+    begun = (work, folder, arguments, world)
+    processes.start_processes(_begin, begun, nprocs=world, start_method=start)  # type: ignore[attr-defined, no-untyped-call]  # untyped in PyTorch
 
 
 def _begin(
@@ -243,3 +254,28 @@ def parts_are_attested(mesh: Any, rank: int, folder: Path, flat: bool) -> None:
     expected: Any = StateError if rank == 0 else NotFoundError
     with pytest.raises(expected, match="not_there"):
         statekit.torch.attest(optimizer, model, path)
+
+
+def main(folder: Path) -> None:
+    """Trains what the two processes read, and has them check."""
+    for name, options in OPTIMIZERS.items():
+        model = network()
+        optimizer = getattr(statekit.torch, name)(model.named_parameters(), lr=0.05, **options)
+        train(model, optimizer, 0, 2)
+        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        train(model, optimizer, 2, 2)
+        torch.save({**saved, "later": model.state_dict()}, folder / f"{name}.pt")
+    model = network()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, adam, 0, 2)
+    saved = {"model": model.state_dict(), "optimizer": adam.state_dict()}
+    torch.save({**saved, "names": [name for name, _ in model.named_parameters()]}, folder / "run.pt")
+    run_sharded(
+        in_turn, folder, (updates_stay_within_the_bound, SAMPLE, (1,)), (checkpoints_go_round,),
+        (parts_are_attested, False), (parts_are_attested, True), start="fork",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # threads don't outlive a fork
+    main(Path(sys.argv[1]))
