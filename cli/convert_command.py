@@ -244,8 +244,9 @@ def asks_for_a_plan(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--work",
     metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="The folder that the workers of --on share, on TARGET's file system. Default: TARGET.work.",
+    type=click.Path(),
+    callback=source_place,
+    help="The folder that the workers of --on share, on TARGET's disk or in its bucket. Default: TARGET.work.",
 )
 @click.option("--verify", "proves", is_flag=True, help="Prove afterwards that TARGET continues the same run.")
 @click.option(
@@ -266,7 +267,7 @@ def command(
     threads: int | None,
     task_bytes: int | None,
     on: str | None,
-    work: Path | None,
+    work: Place | None,
     proves: bool,
     certificate: Path | None,
     explain: bool,

@@ -465,7 +465,7 @@ def test_forged_leaves_of_a_part_are_refused(tmp_path: Path) -> None:
         del document["digest"]
         place.write_text(json.dumps({**document, "digest": json_digest(document)}))
         with pytest.raises(CorruptError, match="doesn't lie behind"):
-            read_part(place)
+            read_part(place.read_bytes(), place)
         assert number in work.missing()
 
 

@@ -34,8 +34,8 @@ from statekit.errors import (
 )
 from statekit.files.manifest import FILE
 from statekit.files.store import ListedTree
-from statekit.files.tree import Facts
-from statekit.scale import folder, parts, running
+from statekit.files.tree import Facts, Place
+from statekit.scale import disk_site, folder, parts, running, site
 from statekit.scale.engine import Outcome, Pool, Processes, carry_out, shard
 from statekit.scale.work import Work, split
 from statekit.tensors.digest import json_digest
@@ -52,6 +52,19 @@ def files(place: Path) -> dict[str, bytes]:
     return {
         path.relative_to(place).as_posix(): path.read_bytes() for path in place.rglob("*") if path.is_file()
     }
+
+
+def folder_of(work: Work) -> Path:
+    return Path(work.place)
+
+
+def part_place(work: Work, number: int) -> Path:
+    return folder_of(work) / parts.part_name(number)
+
+
+def files_of(work: Work, part: parts.PartRecord) -> Path:
+    assert isinstance(work.site, disk_site.DiskSite)
+    return work.site.files_of(part.attempt)
 
 
 def planned(target: Path, to: str = "statekit", **options: Any) -> Plan:
@@ -184,7 +197,7 @@ def test_a_split_is_a_function_of_plan_and_bytes(tmp_path: Path) -> None:
     texts = []
     for name in ("a", "b"):
         with split(planned(tmp_path / "there"), tmp_path / name, CUT) as work:
-            texts.append((work.place / "work.json").read_bytes())
+            texts.append((folder_of(work) / "work.json").read_bytes())
     assert texts[0] == texts[1]
     with split(planned(tmp_path / "there"), tmp_path / "a", CUT) as again:  # it goes on
         assert again.digest == json.loads(texts[0])["digest"]
@@ -207,12 +220,14 @@ def test_two_attempts_at_once_give_one_part_record(work: Work) -> None:
     first = running.run(work, 0)
     second = running.run(work, 0)
     assert first.attempt == second.attempt
-    assert [path.name for path in (work.place / "attempts").iterdir() if path.is_dir()] == [first.attempt]
+    assert [path.name for path in (folder_of(work) / "attempts").iterdir() if path.is_dir()] == [
+        first.attempt
+    ]
 
 
 def test_attempts_that_wrote_different_bytes_are_refused(work: Work) -> None:
     part = work.run(0)
-    place = work.part_place(0)
+    place = part_place(work, 0)
     document = json.loads(place.read_text())
     name = next(iter(document["tensors"]))
     document["tensors"][name]["blake3"] = "0" * 64
@@ -233,44 +248,44 @@ def _all_but_finish(work: Work) -> None:
 
 
 def _torn(work: Work) -> str:
-    place = work.part_place(0)
+    place = part_place(work, 0)
     place.write_bytes(place.read_bytes()[:-40])
     return "task 0"
 
 
 def _forged(work: Work) -> str:
-    place = work.part_place(0)
+    place = part_place(work, 0)
     place.write_text(place.read_text().replace('"blake3": "', '"blake3": "0', 1))
     return "task 0"
 
 
 def _of_another_work(work: Work) -> str:
-    document = json.loads(work.part_place(0).read_text())
-    work.part_place(0).write_text(json.dumps(_sealed({**document, "work": "0" * 64})))
+    document = json.loads(part_place(work, 0).read_text())
+    part_place(work, 0).write_text(json.dumps(_sealed({**document, "work": "0" * 64})))
     return "of another work"
 
 
 def _of_another_task(work: Work) -> str:
-    shutil.copy(work.part_place(1), work.part_place(0))
+    shutil.copy(part_place(work, 1), part_place(work, 0))
     return "of another task"
 
 
 def _deleted(work: Work) -> str:
-    work.part_place(0).unlink()
+    part_place(work, 0).unlink()
     return "isn't done @ task 0"
 
 
 def _without_files(work: Work) -> str:
     part = work.part(0)
     assert part is not None
-    shutil.rmtree(work.files_of(part))
+    shutil.rmtree(files_of(work, part))
     return "isn't there"
 
 
 def _file_changed(work: Work) -> str:
     part = work.part(0)
     assert part is not None
-    path = work.files_of(part) / next(iter(part.files))
+    path = files_of(work, part) / next(iter(part.files))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -278,8 +293,8 @@ def _file_changed(work: Work) -> str:
 
 
 def _leads_out(work: Work) -> str:
-    document = json.loads(work.part_place(0).read_text())
-    work.part_place(0).write_text(json.dumps(_sealed({**document, "attempt": "../../elsewhere"})))
+    document = json.loads(part_place(work, 0).read_text())
+    part_place(work, 0).write_text(json.dumps(_sealed({**document, "attempt": "../../elsewhere"})))
     return "names files elsewhere"
 
 
@@ -303,9 +318,9 @@ def test_a_part_that_cannot_be_trusted_is_refused_by_name_and_done_again(acciden
 
 def test_a_forged_record_of_another_shape_is_refused(work: Work) -> None:
     _all_but_finish(work)
-    document = json.loads(work.part_place(0).read_text())
+    document = json.loads(part_place(work, 0).read_text())
     document["tensors"] = {f"{name}x": entry for name, entry in document["tensors"].items()}
-    work.part_place(0).write_text(json.dumps(_sealed(document)))
+    part_place(work, 0).write_text(json.dumps(_sealed(document)))
     with pytest.raises(UsageError, match="has other tensors than the task"):
         work.finish()
 
@@ -315,11 +330,11 @@ def test_a_forged_record_of_a_file_that_no_task_writes_is_refused(name: str, wor
     _all_but_finish(work)
     part = work.part(0)
     assert part is not None
-    file = work.files_of(part) / name
+    file = files_of(work, part) / name
     file.write_text("{}")
-    document = json.loads(work.part_place(0).read_text())
+    document = json.loads(part_place(work, 0).read_text())
     document["files"][name] = {"bytes": 2, "blake3": "0" * 64, "changed": file.stat().st_mtime_ns}
-    work.part_place(0).write_text(json.dumps(_sealed(document)))
+    part_place(work, 0).write_text(json.dumps(_sealed(document)))
     with pytest.raises(UsageError, match=f"doesn't write: {name}"):
         work.finish()
     assert not work.target.exists()
@@ -329,9 +344,9 @@ def test_a_forged_record_of_a_file_that_no_task_writes_is_refused(name: str, wor
 def test_a_forged_record_of_a_section_is_refused_before_it_is_joined(record: Any, tmp_path: Path) -> None:
     with split(planned(tmp_path / "there", "dcp"), tmp_path / "work", CUT) as work:
         _all_but_finish(work)
-        document = json.loads(work.part_place(0).read_text())
+        document = json.loads(part_place(work, 0).read_text())
         document["records"] = dict.fromkeys(document["records"], record)
-        work.part_place(0).write_text(json.dumps(_sealed(document)))
+        part_place(work, 0).write_text(json.dumps(_sealed(document)))
         with pytest.raises(UsageError, match=r"records/__0_0\.distcp"):
             work.finish()
 
@@ -339,19 +354,19 @@ def test_a_forged_record_of_a_section_is_refused_before_it_is_joined(record: Any
 @pytest.mark.parametrize("fields", [{"asked": "x"}, {"asked": [], "values": 1}, {"values": -1}, {"other": 1}])
 def test_a_forged_measure_is_refused(fields: Any, work: Work) -> None:
     _all_but_finish(work)
-    document = json.loads(work.part_place(0).read_text())
-    work.part_place(0).write_text(json.dumps(_sealed({**document, "measured": [fields]})))
+    document = json.loads(part_place(work, 0).read_text())
+    part_place(work, 0).write_text(json.dumps(_sealed({**document, "measured": [fields]})))
     with pytest.raises(UsageError, match="part record can't be trusted"):
         work.finish()
 
 
 @pytest.mark.parametrize("task", [[], ["write", [], 1], ["write", 5], 7, ["write", -1, 1]])
 def test_a_forged_task_is_refused_by_every_verb(task: Any, work: Work) -> None:
-    place = work.place / folder.DOCUMENT
+    place = folder_of(work) / site.DOCUMENT
     document = json.loads(place.read_text())
     place.write_text(json.dumps(_sealed({**document, "tasks": [task, *document["tasks"][1:]]})))
     with pytest.raises(FormatError, match="tasks/0"):
-        Work(work.place)
+        Work(folder_of(work))
 
 
 @pytest.mark.parametrize(
@@ -373,18 +388,18 @@ def test_a_forged_task_is_refused_by_every_verb(task: Any, work: Work) -> None:
     ids=str,
 )
 def test_a_forged_request_is_refused_by_a_typed_error(request_fields: Any, work: Work) -> None:
-    place = work.place / folder.DOCUMENT
+    place = folder_of(work) / site.DOCUMENT
     document = json.loads(place.read_text())
     forged = {**document, "request": {**document["request"], **request_fields}}
     place.write_text(json.dumps(_sealed(forged)))
-    with pytest.raises((FormatError, UsageError)), Work(work.place) as opened:
+    with pytest.raises((FormatError, UsageError)), Work(folder_of(work)) as opened:
         assert opened.tasks
 
 
 def test_a_part_record_of_endless_seconds_is_refused(work: Work) -> None:
     _all_but_finish(work)
-    document = json.loads(work.part_place(0).read_text())
-    work.part_place(0).write_text(json.dumps(_sealed({**document, "seconds": 10**400})))
+    document = json.loads(part_place(work, 0).read_text())
+    part_place(work, 0).write_text(json.dumps(_sealed({**document, "seconds": 10**400})))
     with pytest.raises(UsageError, match="part record can't be trusted"):
         work.finish()
 
@@ -393,29 +408,29 @@ def test_a_folder_that_was_there_becomes_its_owners_alone(tmp_path: Path) -> Non
     (tmp_path / "work").mkdir()
     (tmp_path / "work").chmod(0o755)
     with split(planned(tmp_path / "there"), tmp_path / "work", CUT) as work:
-        assert work.place.stat().st_mode & 0o777 == 0o700
+        assert folder_of(work).stat().st_mode & 0o777 == 0o700
 
 
 def test_a_dropped_work_leaves_the_files_that_somebody_else_put_there(work: Work) -> None:
     _all_but_finish(work)
-    (work.place / "notes.txt").write_text("mine")
+    (folder_of(work) / "notes.txt").write_text("mine")
     with pytest.raises(CommitError, match="somebody put other files there") as error:
         work.drop()
-    assert "notes.txt" in f"{error.value}" and files(work.place) == {"notes.txt": b"mine"}
+    assert "notes.txt" in f"{error.value}" and files(folder_of(work)) == {"notes.txt": b"mine"}
 
 
 def test_a_dropped_work_takes_nothing_from_its_own_folders_that_no_attempt_wrote(
     work: Work, tmp_path: Path
 ) -> None:
     _all_but_finish(work)
-    (work.place / "parts" / "screws.json").write_text("mine")
+    (folder_of(work) / "parts" / "screws.json").write_text("mine")
     elsewhere = tmp_path / "elsewhere"
-    shutil.move(work.place / "attempts", elsewhere)
-    (work.place / "attempts").symlink_to(elsewhere)
+    shutil.move(folder_of(work) / "attempts", elsewhere)
+    (folder_of(work) / "attempts").symlink_to(elsewhere)
     written = files(elsewhere)
     with pytest.raises(CommitError, match="somebody put other files there"):
         work.drop()
-    assert files(work.place) == {"parts/screws.json": b"mine"} and files(elsewhere) == written != {}
+    assert files(folder_of(work)) == {"parts/screws.json": b"mine"} and files(elsewhere) == written != {}
 
 
 @pytest.mark.parametrize("tasks", ["0-99999999999999", "9" * 5000, "0-" + "9" * 5000, "1-", "x", ""])
@@ -424,16 +439,16 @@ def test_a_list_of_tasks_that_the_work_has_not_is_refused(
 ) -> None:
     for given in (tasks, "-"):
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{tasks}\n"))
-        assert main(["work", "run", f"{work.place}", "--tasks", given]) == 2
+        assert main(["work", "run", f"{folder_of(work)}", "--tasks", given]) == 2
         assert "list of tasks is invalid" in capsys.readouterr().err
-    assert main(["work", "run", f"{work.place}", "--shard", f"0/{'9' * 5000}"]) == 2
+    assert main(["work", "run", f"{folder_of(work)}", "--shard", f"0/{'9' * 5000}"]) == 2
 
 
 def test_bits_that_flip_after_the_proof_are_found_by_reading_again(work: Work) -> None:
     _all_but_finish(work)
     part = work.part(1)
     assert part is not None
-    path = work.files_of(part) / next(iter(part.files))
+    path = files_of(work, part) / next(iter(part.files))
     times = path.stat()
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -471,7 +486,7 @@ def test_a_worker_of_other_libraries_is_refused_before_it_reads(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("statekit.scale.fingerprint._zlib", lambda: "0.0")
-    with Work(work.place) as other, pytest.raises(UsageError, match=r"zlib 0\.0"):
+    with Work(folder_of(work)) as other, pytest.raises(UsageError, match=r"zlib 0\.0"):
         other.run(0)
 
 
@@ -504,7 +519,7 @@ def test_a_full_disk_fails_a_task_and_keeps_what_is_done(work: Work, monkeypatch
         with pytest.raises(CommitError, match="No space left"):
             work.run(1)
     assert work.part(0) and 1 in work.missing() and "No space left" in work.status().failed[1]
-    assert len([path for path in (work.place / "attempts").iterdir() if path.is_dir()]) == 1
+    assert len([path for path in (folder_of(work) / "attempts").iterdir() if path.is_dir()]) == 1
     _all_but_finish(work)
     work.finish()
     assert statekit.check(work.target).passed
@@ -571,7 +586,7 @@ def test_a_worker_asks_a_store_for_nothing_that_the_split_has_read(
         for torn in (False, True):
             served.requests.clear()
             if torn:
-                brought = tmp_path / "work" / folder.BROUGHT
+                brought = tmp_path / "work" / site.BROUGHT
                 brought.write_bytes(brought.read_bytes()[:-1])
             with Work(tmp_path / "work") as work:
                 assert work.opened
@@ -599,10 +614,10 @@ def test_the_command_that_finish_names_does_what_is_missing(work: Work) -> None:
 def test_finish_is_done_once_and_says_the_same_again(work: Work) -> None:
     _all_but_finish(work)
     first = work.finish()
-    before = files(work.target)
+    before = files(Path(work.target))
     again = work.finish()
     assert (again.source_digest, again.files) == (first.source_digest, first.files)
-    assert files(work.target) == before and work.missing() == []
+    assert files(Path(work.target)) == before and work.missing() == []
     assert work.status().finished
 
 
@@ -621,12 +636,12 @@ def test_an_attempt_that_outlives_the_finish_changes_nothing(
     counting = work.part(0)
     assert running.run(work, 0) == counting
     assert work.status().finished and work.missing() == []
-    shutil.rmtree(work.place / "attempts")
+    shutil.rmtree(folder_of(work) / "attempts")
     with pytest.raises(CommitError):  # one that begins
         running.run(work, 0)
     assert statekit.check(work.target).passed
     work.drop()
-    assert not work.place.exists()
+    assert not folder_of(work).exists()
 
 
 def test_finish_that_is_killed_is_given_again(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,11 +657,11 @@ def test_finish_that_is_killed_is_given_again(work: Work, monkeypatch: pytest.Mo
 
 def test_a_target_that_came_into_being_is_not_replaced(work: Work) -> None:
     _all_but_finish(work)
-    work.target.mkdir()
-    (work.target / "mine").write_text("x")
+    Path(work.target).mkdir()
+    (Path(work.target) / "mine").write_text("x")
     with pytest.raises(TargetExistsError):
         work.finish()
-    assert (work.target / "mine").read_text() == "x"
+    assert (Path(work.target) / "mine").read_text() == "x"
 
 
 def test_one_file_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -718,7 +733,7 @@ def test_processes_carry_a_work_out_and_a_killed_one_is_replaced(tmp_path: Path)
     ended: list[Outcome] = []
 
     class Killing(Processes):
-        def pool(self, work: Path, missing: int) -> Pool:
+        def pool(self, work: Place, missing: int) -> Pool:
             pool = super().pool(work, missing)
             start, wait = pool.start, pool.wait
 
@@ -792,11 +807,11 @@ def test_a_share_that_nobody_names_is_refused(text: str) -> None:
 
 def test_slurm_gets_an_array_of_what_is_missing(work: Work) -> None:
     work.run(1)
-    array = Slurm(work.place, work.missing()).array()
+    array = Slurm(folder_of(work), work.missing()).array()
     assert f"--array={ranges(work.missing())}" in array and "1" not in ranges(work.missing()).split("-")
-    assert "--dependency=afterany:12" in Slurm(work.place, []).finish("12")
+    assert "--dependency=afterany:12" in Slurm(folder_of(work), []).finish("12")
     with pytest.raises(UsageError, match="more tasks than an array"):
-        Slurm(work.place, range(2000)).array()
+        Slurm(folder_of(work), range(2000)).array()
 
 
 def test_a_place_without_a_work_is_said(tmp_path: Path) -> None:

@@ -6,18 +6,18 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import read_size
+from statekit.cli.arguments import read_size, source_place
 from statekit.cli.convert_command import Asked, asks_for_a_plan
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.work.view import place_of_work, show_split, show_status, showing
 from statekit.conversion.convert import outcome
 from statekit.errors import StatekitError, UsageError, plural, size
+from statekit.files.tree import Place
 from statekit.pipeline import job
 from statekit.scale.engine import shard
 from statekit.scale.work import TASK_BYTES, Work, split
@@ -40,7 +40,7 @@ def _json_option(function: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
 
 
-_WORK = click.argument("work", type=click.Path(path_type=Path))
+_WORK = click.argument("work", type=click.Path(), callback=source_place)
 
 
 @command.command("split")
@@ -56,11 +56,12 @@ _WORK = click.argument("work", type=click.Path(path_type=Path))
 @click.option(
     "--work",
     metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="The folder of the work, on TARGET's file system. Default: TARGET.work.",
+    type=click.Path(),
+    callback=source_place,
+    help="The folder of the work, on TARGET's disk or in its bucket. Default: TARGET.work.",
 )
 @_json_option
-def split_command(asked: Asked, task_bytes: int, work: Path | None, as_json: bool) -> int:
+def split_command(asked: Asked, task_bytes: int, work: Place | None, as_json: bool) -> int:
     """Splits a conversion into tasks. It takes the options of convert and reads no values."""
     with split(asked.plan(), place_of_work(asked.target, work), task_bytes or TASK_BYTES) as work_plan:
         if as_json:
@@ -92,7 +93,7 @@ def split_command(asked: Asked, task_bytes: int, work: Path | None, as_json: boo
 )
 @click.option("--quiet", is_flag=True, help="Print nothing.")
 def run_command(
-    work: Path, share: str | None, tasks: str | None, here: bool, threads: int | None, quiet: bool
+    work: Place, share: str | None, tasks: str | None, here: bool, threads: int | None, quiet: bool
 ) -> int:
     """Runs tasks that are not done yet.
 
@@ -182,7 +183,7 @@ def _numbers(text: str, work: Work) -> Iterator[int]:
 @_WORK
 @_json_option
 @click.option("--watch", is_flag=True, help="Keep the status on the screen until all tasks are done.")
-def status_command(work: Path, as_json: bool, watch: bool) -> int:
+def status_command(work: Place, as_json: bool, watch: bool) -> int:
     """Shows how far a work is: 0 if all tasks are done, 1 if some are missing."""
     opened = Work(work)
     status = opened.status()
@@ -204,7 +205,7 @@ def status_command(work: Path, as_json: bool, watch: bool) -> int:
 @_WORK
 @click.option("--again", is_flag=True, help="Read all values of the target again, although the tasks did.")
 @_json_option
-def finish_command(work: Path, again: bool, as_json: bool) -> int:
+def finish_command(work: Place, again: bool, as_json: bool) -> int:
     """Joins what the tasks wrote, proves it, and gives it the target's name; a second time, does nothing."""
     with Work(work) as opened:
         report = opened.finish(again)
@@ -219,7 +220,7 @@ def finish_command(work: Path, again: bool, as_json: bool) -> int:
 
 @command.command("drop")
 @_WORK
-def drop_command(work: Path) -> int:
+def drop_command(work: Place) -> int:
     """Removes a work's folder with all that tasks wrote there; a finished target stays."""
     Work(work).drop()
     output.screen().say(f"Removed {work}.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from statekit.cli import output
 from statekit.cli.output import Screen, Table
@@ -44,18 +43,13 @@ def engine_of(text: str) -> Engine:
     )
 
 
-def place_of_work(target: Place, place: Path | None) -> Path:
+def place_of_work(target: Place, place: Place | None) -> Place:
     """Returns a work's folder: as named, else beside the target."""
-    neighbour = (
-        Path(f"{target.name}.work")
-        if not isinstance(target, Path)
-        else target.with_name(f"{target.name}.work")
-    )
-    return neighbour if place is None else place
+    return target.with_name(f"{target.name}.work") if place is None else place
 
 
 def carried_out_on(
-    planned: Plan, on: str, place: Path | None, task_bytes: int | None, quiet: bool
+    planned: Plan, on: str, place: Place | None, task_bytes: int | None, quiet: bool
 ) -> Report | None:
     """Splits a plan, has its tasks done, and finishes it; returns None where it was submitted and goes on by itself.
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from statekit.errors import MissingExtraError, StatekitError, extra
+from statekit.files.tree import Place
 from statekit.scale.engine import Outcome, Pool
 from statekit.scale.tasks import MEMORY
 from statekit.scale.work import Work
@@ -44,7 +44,7 @@ class Ray:
     address: str = ""
     cpus: int = 1
 
-    def pool(self, work: Path, missing: int) -> Pool:
+    def pool(self, work: Place, missing: int) -> Pool:
         """Returns a pool for a work.
 
         Raises:
@@ -58,7 +58,7 @@ class Ray:
 
 
 class _RayPool:
-    def __init__(self, ray: Any, engine: Ray, work: Path) -> None:
+    def __init__(self, ray: Any, engine: Ray, work: Place) -> None:
         self._ray, self._work = ray, f"{work}"
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
         if engine.address in ("", "auto"):

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from statekit.errors import StatekitError, UsageError
+from statekit.files.tree import Place
 
 MOST_IN_ARRAY = 1000
 """Tasks in an array at most. Source: slurm.conf(5), `MaxArraySize` is 1001 unless a site says otherwise."""
@@ -25,13 +26,13 @@ class Slurm:
     """The jobs of a work.
 
     Attributes:
-        work: Its folder, which all nodes see.
+        work: Its folder, which all nodes see; the jobs of one in a store write their logs where they were submitted.
         missing: The tasks to be done.
         cpus: Cores of a task.
         memory: Its memory, as sbatch has it.
     """
 
-    work: Path
+    work: Place
     missing: Sequence[int]
     cpus: int = 4
     memory: str = "2G"
@@ -53,7 +54,7 @@ class Slurm:
         run = shlex.join([*_statekit(), "work", "run", f"{self.work}", "--tasks"])
         return [
             "sbatch", "--parsable", f"--job-name={self.work.name}", f"--array={ranges(self.missing)}",
-            f"--cpus-per-task={self.cpus}", f"--mem={self.memory}", f"--output={self.work}/slurm-%A_%a.log",
+            f"--cpus-per-task={self.cpus}", f"--mem={self.memory}", f"--output={self._logs}slurm-%A_%a.log",
             f"--wrap={run} $SLURM_ARRAY_TASK_ID",
         ]  # fmt: skip
 
@@ -62,9 +63,13 @@ class Slurm:
         finish = shlex.join([*_statekit(), "work", "finish", f"{self.work}"])
         return [
             "sbatch", "--parsable", f"--job-name={self.work.name}-finish", f"--dependency=afterany:{array}",
-            f"--cpus-per-task={self.cpus}", f"--mem={self.memory}", f"--output={self.work}/slurm-finish-%j.log",
+            f"--cpus-per-task={self.cpus}", f"--mem={self.memory}", f"--output={self._logs}slurm-finish-%j.log",
             f"--wrap={finish}",
         ]  # fmt: skip
+
+    @property
+    def _logs(self) -> str:
+        return f"{self.work}/" if isinstance(self.work, Path) else ""
 
     def submit(self) -> tuple[str, str]:
         """Submits both; returns the numbers of the jobs.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ class Claim:
         mark: What its objects carry.
         target: The target's name in the bucket.
         entries: The files by which the format's readers find the target, as patterns.
-        owner: The process, as `statekit.files.durable.owner_of` describes it; the machine by a digest.
+        owner: The process, as `statekit.files.durable.owner_of` describes it, the machine by a digest; or the work.
         begun: When, in seconds since 1970.
     """
 
@@ -97,6 +98,11 @@ class Claim:
         return cls(number, says["mark"], target, tuple(says["entries"]), says["owner"], float(says["begun"]))
 
     @property
+    def work(self) -> str:
+        """The address of the work whose processes write under it; "" if one process does."""
+        return f"{self.owner.get('work', '')}"
+
+    @property
     def is_dead(self) -> bool:
         """Whether its process provably runs no more; never of another machine's."""
         here = owner_of(os.getpid())
@@ -105,7 +111,8 @@ class Claim:
 
     def __str__(self) -> str:
         begun = datetime.fromtimestamp(self.begun, UTC).strftime("%Y-%m-%d %H:%M")
-        return f"process {self.owner.get('pid')} on {self.owner.get('host')}, since {begun} UTC"
+        process = f"process {self.owner.get('pid')} on {self.owner.get('host')}"
+        return f"{'work ' + self.work if self.work else process}, since {begun} UTC"
 
 
 def work_of(target: str) -> str:
@@ -128,17 +135,7 @@ def claimed(objects: Objects, target: str, entries: Sequence[str]) -> Iterator[C
         UsageError: The store has no conditional writes.
         CommitError: The store doesn't take it.
     """
-    earlier = claims_of(objects, target)
-    for claim in earlier[-1:]:
-        if not claim.is_dead:
-            raise _being_written(objects, claim)
-    claim = next_claim(objects, target, entries, earlier)
-    try:
-        _prepare(objects, claim, earlier)
-    except BaseException:
-        with suppress(StatekitError):
-            objects.delete([claim.name], (claim.mark,))
-        raise
+    claim = claim_target(objects, target, entries)
     try:
         yield claim
     except BaseException:
@@ -149,12 +146,45 @@ def claimed(objects: Objects, target: str, entries: Sequence[str]) -> Iterator[C
     release(objects, claim)
 
 
-def next_claim(objects: Objects, target: str, entries: Sequence[str], earlier: Sequence[Claim]) -> Claim:
-    """Makes the claim after earlier ones."""
+def claim_target(objects: Objects, target: str, entries: Sequence[str], work: str = "") -> Claim:
+    """Claims a target, and removes what a dead writer left of it.
+
+    Args:
+        objects: The bucket; what is put carries the claim's mark from now on.
+        target: The target's name.
+        entries: As in `Claim`.
+        work: The address of a work (`statekit.scale`) whose processes all write under the claim, with the mark that
+            `objects` has; "" if this process writes alone.
+
+    Raises:
+        As `claimed`.
+    """
+    earlier = claims_of(objects, target)
+    for claim in earlier[-1:]:
+        if work and claim.mark == objects.mark:
+            return claim
+        if not claim.is_dead:
+            raise _being_written(objects, claim)
+    claim = next_claim(objects, target, entries, earlier, work)
+    try:
+        _prepare(objects, claim, earlier)
+    except BaseException:
+        with suppress(StatekitError):
+            objects.delete([claim.name], (claim.mark,))
+        raise
+    return claim
+
+
+def next_claim(
+    objects: Objects, target: str, entries: Sequence[str], earlier: Sequence[Claim], work: str = ""
+) -> Claim:
+    """Makes the claim after earlier ones; `work` is that of `claim_target`."""
     here = owner_of(os.getpid())
-    owner = {**here, "machine": _digest(here["machine"])}
+    # The claim of a work outlives each of its processes.
+    owner = {"work": work} if work else {**here, "machine": _digest(here["machine"])}
     number = earlier[-1].number + 1 if earlier else 1
-    claim = Claim(number, uuid.uuid4().hex, target, (FILE, *entries), owner, time.time())
+    mark = objects.mark if work else uuid.uuid4().hex
+    claim = Claim(number, mark, target, (FILE, *entries), owner, time.time())
     objects.mark = claim.mark
     try:
         objects.create(claim.name, claim.to_bytes())
@@ -200,7 +230,8 @@ def _prepare(objects: Objects, claim: Claim, earlier: Sequence[Claim]) -> None:
         )
     for other in earlier:
         remove(objects, other, marks)
-    if objects.below(claim.target):
+    # Processes of the same work may write already.
+    if not all(objects.is_of(name, (claim.mark,)) for name in objects.below(claim.target)):
         raise exists(f"{objects.place}/{claim.target}")
 
 
@@ -227,11 +258,16 @@ def check_held(objects: Objects, claim: Claim, earlier: Sequence[Claim] | None =
     now = claims_of(objects, claim.target)
     marks = {other.mark for other in earlier} if earlier is not None else {other.mark for other in now[:-1]}
     if not now or now[-1].mark != claim.mark or not {other.mark for other in now[:-1]} <= marks:
-        raise CommitError(
-            "Another process has taken over the target meanwhile.",
-            place=f"{objects.place}/{claim.target}",
-            remedy="let one process write a target",
-        )
+        raise taken_over(objects, claim.target)
+
+
+def taken_over(objects: Objects, target: str) -> CommitError:
+    """Returns the error of a writer whose claim holds no more."""
+    return CommitError(
+        "Another process has taken over the target meanwhile.",
+        place=f"{objects.place}/{target}",
+        remedy="let one process, or one work, write a target",
+    )
 
 
 def release(objects: Objects, claim: Claim) -> None:
@@ -298,12 +334,14 @@ def claims_of(objects: Objects, target: str) -> list[Claim]:
 
 
 def _being_written(objects: Objects, claim: Claim) -> TargetExistsError:
-    folder = claim.target.rpartition("/")[0]
+    folder, work = claim.target.rpartition("/")[0], shlex.quote(claim.work)
     return TargetExistsError(
         "The target is being written, or was left unfinished.",
         place=f"{objects.place}/{claim.target}",
         found=f"{claim}",
-        remedy=f"wait for it; if it was killed: statekit sweep {objects.place}/{folder} --idle-hours 1",
+        remedy=f"statekit work status {work}; to give it up: statekit work drop {work}"
+        if claim.work
+        else f"wait for it; if it was killed: statekit sweep {objects.place}/{folder} --idle-hours 1",
     )
 
 

@@ -77,6 +77,17 @@ class Objects:
                 ) from None
         return self.facts(name)
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Puts a small object, over an earlier one too.
+
+        Raises:
+            CommitError: The store doesn't take it.
+        """
+        import obstore
+
+        with self._storing(name):
+            obstore.put(self.store, name, data, attributes=self.attributes, use_multipart=False)
+
     @property
     def attributes(self) -> dict[str, str]:
         """Metadata of each object that is put."""
@@ -128,7 +139,7 @@ class Objects:
         import obstore
 
         def is_left(name: str) -> bool:
-            if not self._is_of(name, marks):
+            if not self.is_of(name, marks):
                 return True
             with suppress(NotFoundError), self._storing(name):  # of which only some stores tell
                 obstore.delete(self.store, name)
@@ -137,7 +148,8 @@ class Objects:
         candidates = list(names)
         return [name for name, left in zip(candidates, in_turn(is_left, candidates), strict=True) if left]
 
-    def _is_of(self, name: str, marks: Collection[str]) -> bool:
+    def is_of(self, name: str, marks: Collection[str]) -> bool:
+        """Tells whether an object carries one of some marks, or is gone."""
         import obstore
 
         try:
@@ -255,4 +267,4 @@ class Upload(io.RawIOBase):
             facts = self._objects.facts(self.object)
         except StatekitError:
             return False
-        return facts.size == self._size and self._objects._is_of(self.object, (self._objects.mark,))
+        return facts.size == self._size and self._objects.is_of(self.object, (self._objects.mark,))

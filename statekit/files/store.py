@@ -160,7 +160,7 @@ class ListedTree:
         options: Any = {"range": (start, start + len(into)), "if_match": facts.identity}
         with asking(self.place, facts.name):
             answer = get(self._store, facts.name, options=options)
-            if _state_of(answer.meta["e_tag"]) != _state_of(
+            if state_of(answer.meta["e_tag"]) != state_of(
                 facts.identity
             ):  # not all stores know the condition
                 raise _of_another_state(f"{self.place}/{facts.name}")
@@ -302,7 +302,7 @@ def first_of(answer: Any, most: int) -> bytes:
     return bytes(next(iter(answer.stream(min_chunk_size=most + 1)), b""))
 
 
-def _state_of(identity: str | None) -> str:
+def state_of(identity: str | None) -> str:
     """Returns what an ETag names: listings of Azure have no quotes around it, and proxies call it weak."""
     return (identity or "").removeprefix("W/").strip('"')
 

@@ -129,6 +129,9 @@ class StoreHome:
         kind: What is written.
         scratch: A folder of this machine.
         total: Bytes of all tensors.
+
+    Attributes:
+        stored: What was put, by name in the bucket.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class StoreHome:
         self._rank = ranks(claim.entries)
         self._name = "/".join(target.parts)
         self._tree = ListedTree(objects.store, objects.place, self._name)
-        self._stored: dict[str, Facts] = {}
+        self.stored: dict[str, Facts] = {}
         self._digests: dict[str, str] = {}
         self._held: dict[str, bytes] = {}
         self._single: _Held | None = None
@@ -158,7 +161,7 @@ class StoreHome:
 
     @property
     def path(self) -> StoredPlace:
-        tree = OverlayTree(self._tree, self._stored, self._held)
+        tree = OverlayTree(self._tree, self.stored, self._held)
         return StoredPlace(ReadAhead(tree), PurePosixPath(self._name))
 
     @contextmanager
@@ -166,7 +169,7 @@ class StoreHome:
         self, name: str, synced: bool, taken: Callable[[int, memoryview], object] | None, seeks: bool
     ) -> Iterator[BinaryIO]:
         whole = f"{self._name}/{name}" if name else self._name
-        if whole in self._stored or whole in self._held:
+        if whole in self.stored or whole in self._held:
             raise CommitError("A file of a target is written twice.", place=f"{self._objects.place}/{whole}")
         if name and self._rank(name) >= 0:
             entry = io.BytesIO()
@@ -186,10 +189,16 @@ class StoreHome:
         if synced and not seeks:  # what is laid out on this machine is completed there
             self._end(output)
 
+    def take(self, facts: Facts) -> None:
+        """Takes an object that another process put for a file of the target."""
+        if facts.name in self.stored:
+            raise CommitError("Two tasks wrote one file.", place=self.target, found=facts.name)
+        self.stored[facts.name] = facts
+
     def _end(self, output: _Held) -> None:
         """Has an object be there, and notes what it is."""
         output.send_tail()
-        self._stored[output.object] = output.finish()
+        self.stored[output.object] = output.finish()
         self._digests[output.object] = output.digest
 
     @contextmanager
@@ -217,7 +226,7 @@ class StoreHome:
     def names(self) -> list[str]:
         if self.kind == "file":
             return [self.target.name]
-        names = (name.removeprefix(f"{self._name}/") for name in (*self._stored, *self._held))
+        names = (name.removeprefix(f"{self._name}/") for name in (*self.stored, *self._held))
         return sorted(name for name in names if name != FILE)
 
     def hold(self) -> None:
@@ -273,13 +282,19 @@ def store_home(
         As `statekit.files.stage.staged`.
     """
     objects, name = check_stored_target(target, replace)
+    with scratch_folder() as scratch, claimed(objects, name, entries) as claim:
+        yield StoreHome(objects, claim, target, kind, scratch, total)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Gives a folder of this machine for a while."""
     temporary = Path(tempfile.gettempdir())
     sweep(temporary)
     with writing(temporary):
         scratch = make_temporary(temporary)
     try:
-        with claimed(objects, name, entries) as claim:
-            yield StoreHome(objects, claim, target, kind, scratch, total)
+        yield scratch
     finally:
         remove_temporary(scratch)
 

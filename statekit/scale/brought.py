@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 from itertools import accumulate
-from pathlib import Path
 
 from blake3 import blake3
 
 from statekit.files.ahead import ReadAhead
-from statekit.files.source import read_small
 from statekit.files.tree import Place, StoredPlace
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, Natural, typed
@@ -36,13 +34,18 @@ def brought_of(place: Place) -> bytes:
     return blake3(rest).hexdigest().encode("ascii") + b"\n" + rest
 
 
-def put_brought(place: Place, file: Path) -> None:
+def put_brought(place: Place, whole: bytes, file: Place) -> None:
     """Gives a worker's tree the bytes that a split read, if the store's facts of them are unchanged.
+
+    Args:
+        place: The source.
+        whole: What `brought_of` returned.
+        file: Where it stands, for messages.
 
     Raises:
         FormatError: The file isn't what a split writes.
     """
-    tree, whole = _tree(place), read_small(file) if file.is_file() else b""
+    tree = _tree(place)
     digest, _, rest = whole.partition(b"\n")
     if tree is None or blake3(rest).hexdigest().encode("ascii") != digest:
         return

@@ -17,12 +17,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from statekit.conversion.convert import Report
 from statekit.conversion.plan import Plan
 from statekit.errors import CommitError, Faults, UsageError
+from statekit.files.tree import Place
 from statekit.pipeline import cores
 from statekit.scale.progress import Status
 from statekit.scale.work import TASK_BYTES, Work, split
@@ -63,7 +63,7 @@ class Pool(Protocol):
 class Engine(Protocol):
     """What `--on` names."""
 
-    def pool(self, work: Path, missing: int) -> Pool:
+    def pool(self, work: Place, missing: int) -> Pool:
         """Returns a pool for a work in which so many tasks are missing."""
 
 
@@ -155,7 +155,7 @@ def carry_out(work: Work, engine: Engine, tell: Callable[[Status], object] = lam
 def convert_on(
     plan: Plan,
     engine: Engine,
-    folder: Path,
+    folder: Place,
     task_bytes: int | None = None,
     tell: Callable[[Status], object] = lambda status: None,
 ) -> Report:
@@ -184,7 +184,7 @@ class Processes:
 
     count: int
 
-    def pool(self, work: Path, missing: int) -> Pool:
+    def pool(self, work: Place, missing: int) -> Pool:
         return _ProcessPool(work, min(self.count, missing))
 
 
@@ -241,7 +241,7 @@ class _Worker:
 
 
 class _ProcessPool:
-    def __init__(self, work: Path, count: int) -> None:
+    def __init__(self, work: Place, count: int) -> None:
         threads = max(1, cores() // count)
         self.slots = count
         self._command = [

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from statekit.budget import collecting_rarely
@@ -28,7 +24,6 @@ from statekit.conversion.convert import (
 )
 from statekit.conversion.rounded import Measured
 from statekit.errors import (
-    CommitError,
     Faults,
     NotFoundError,
     StatekitError,
@@ -36,19 +31,17 @@ from statekit.errors import (
     UsageError,
     some,
 )
-from statekit.files.durable import new_file, writing
+from statekit.files.durable import writing
 from statekit.files.homes import Entries, permissions
 from statekit.files.integrity import check_no_damage
 from statekit.files.manifest import FILE, file_entry, files_below, require_manifest
 from statekit.files.sections import CutPoints
-from statekit.files.stage import Stage, silent, staged
+from statekit.files.stage import Stage, silent
+from statekit.files.tree import Place
 from statekit.pipeline import job
-from statekit.scale.folder import ATTEMPTS, FINISHED, Opened, WorkFolder
+from statekit.scale.folder import Opened, WorkFolder
 from statekit.scale.parts import PartRecord
 from statekit.state.stored_params import check_masters
-
-_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
-"""What a file system answers that has no hard links, or has them within another part of it only."""
 
 
 @collecting_rarely()
@@ -59,6 +52,7 @@ def finish(work: WorkFolder, again: bool = False) -> Report:
     plan = work.opened.plan
     digests = _digests(work.opened, parts)
     if _is_finished(work, parts):
+        work.site.end()  # a process that was killed here has left that out
         return _report(work, parts, digests, _entries_of(work.target), _source_digest(work), began)
     check_place(plan, replace=False, replace_foreign=False)
     try:
@@ -68,9 +62,7 @@ def finish(work: WorkFolder, again: bool = False) -> Report:
         if not _is_finished(work, parts):
             raise
         files, source = _entries_of(work.target), _source_digest(work)
-    with writing(work.place):
-        (work.place / FINISHED).touch()
-    shutil.rmtree(work.place / ATTEMPTS, ignore_errors=True)
+    work.site.end()
     return _report(work, parts, digests, files, source, began)
 
 
@@ -81,13 +73,11 @@ def _source_digest(work: WorkFolder) -> str:
 def _parts(work: WorkFolder) -> list[PartRecord]:
     """Returns the part record of every task."""
     faults, parts = Faults(), list[PartRecord]()
-    for number in range(len(work.document["tasks"])):
-        try:
-            parts.append(work.proven_part(number))
-        except NotFoundError:
-            faults.add("isn't done", f"task {number}")
-        except StatekitError as error:
-            faults.add(error.line, f"task {number}")
+    for number, part in enumerate(work.parts()):
+        if isinstance(part, PartRecord):
+            parts.append(part)
+        else:
+            faults.add("isn't done" if isinstance(part, NotFoundError) else part.line, f"task {number}")
     faults.check(
         UsageError,
         "Tasks of this work are missing, or their part records can't be trusted",
@@ -149,20 +139,14 @@ def _joined(
             **kept_fields(plan, prepared),
         }
 
-    with staged(
-        plan.request.target,
-        "folder",
-        mode=permissions(prepared.places),
-        fields=fields,
-        budget=prepared.opened.budget,
-    ) as stage:
-        with writing(stage.target):
-            for part in parts:
-                _take_files(work.files_of(part), stage, part)
-            with prepared.joining():
-                records = {name: record for part in parts for name, record in part.records.items()}
-                cut = CutPoints(work.document["task_bytes"])
-                prepared.cuttable().join(prepared.encoded, stage, cut, records)
+    with work.site.now().joined(parts, permissions(prepared.places)) as home:
+        stage = Stage(home, _fields=fields, _budget=prepared.opened.budget)
+        for part in parts:
+            stage.adopt(part.tensors, part.files_alone())
+        with writing(stage.target), prepared.joining():
+            records = {name: record for part in parts for name, record in part.records.items()}
+            cut = CutPoints(work.document["task_bytes"])
+            prepared.cuttable().join(prepared.encoded, stage, cut, records)
         check_streamed(plan, stage)
         check_no_damage(
             value_faults(checkpoint, source_digests({}, opened.passed, stage.tensors)), checkpoint.path
@@ -170,27 +154,6 @@ def _joined(
         if again:
             stage.forget()
         return stage.commit(prepared.reopen), source() or ""
-
-
-def _take_files(folder: Path, stage: Stage, part: PartRecord) -> None:
-    """Puts the files of a task into the target; they stay where they are too, until the target has its name."""
-    for name in part.files:
-        place = Path(stage.path) / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(folder / name, place)
-        except FileExistsError:
-            raise CommitError("Two tasks wrote one file.", place=stage.target, found=name) from None
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            with (folder / name).open("rb") as source, new_file(place) as output:
-                shutil.copyfileobj(source, output, 2**23)
-    files = {
-        name: {key: fact for key, fact in entry.items() if key != "changed"}
-        for name, entry in part.files.items()
-    }
-    stage.adopt(part.tensors, files)
 
 
 def _is_finished(work: WorkFolder, parts: Sequence[PartRecord]) -> bool:
@@ -209,7 +172,7 @@ def _is_finished(work: WorkFolder, parts: Sequence[PartRecord]) -> bool:
     )
 
 
-def _entries_of(target: Path) -> Entries:
+def _entries_of(target: Place) -> Entries:
     return {**require_manifest(target)["files"], FILE: file_entry(target / FILE)}
 
 

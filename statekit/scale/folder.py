@@ -1,11 +1,4 @@
-"""The folder of a work, which all that carry it out see.
-
-    work.json                    what was asked for, and what a worker's own plan must agree with
-    brought                      what the split read of a source in a store, so that no worker asks for it again
-    parts/00017.json             a part record: task 17 is done; created if absent, never changed
-    attempts/00017-<uuid>/       what an attempt at task 17 writes; the part record names the attempt that counts
-    attempts/00017-<uuid>.json   how far that attempt is, or why it failed
-    finished                     the target has its name; no attempt counts any more
+"""The document of a work and its part records, which all that carry it out see.
 
 A worker makes the plan anew from what was asked for, and trusts the document for nothing else.
 """
@@ -29,12 +22,15 @@ from statekit.errors import CorruptError, Faults, NotFoundError, StatekitError, 
 from statekit.files.file_changes import SMALL_BYTES
 from statekit.files.integrity import check_no_damage
 from statekit.files.sections import CutPoints, Section
-from statekit.files.source import read_small
-from statekit.files.tree import StoredPlace, spelled
+from statekit.files.source import checkpoint_place
+from statekit.files.tree import Place, StoredPlace, spelled
+from statekit.pipeline import in_turn
 from statekit.scale.brought import put_brought
+from statekit.scale.disk_site import DiskSite
 from statekit.scale.fingerprint import check_fingerprint
-from statekit.scale.parts import PartRecord, check_own_digest, read_part
+from statekit.scale.parts import PartRecord, check_own_digest, part_name, read_part
 from statekit.scale.request import RequestDocument, from_json
+from statekit.scale.site import BROUGHT, DOCUMENT, Site
 from statekit.scale.tasks import Task, tasks_of
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import strict_json
@@ -42,7 +38,6 @@ from statekit.tensors.typed import Name, Natural, typed
 
 FORMAT = "statekit-work"
 VERSION = 1
-DOCUMENT, BROUGHT, PARTS, ATTEMPTS, FINISHED = "work.json", "brought", "parts", "attempts", "finished"
 _BROKEN = "This isn't the document of a work, or it was changed"
 
 
@@ -93,9 +88,10 @@ class WorkFolder:
         FormatError, CorruptError: Its document can't be trusted.
     """
 
-    def __init__(self, place: str | os.PathLike[str], opened: Opened | None = None) -> None:
-        self.place = Path(os.path.abspath(place))
-        self.document = read_document(self.place)
+    def __init__(self, place: str | os.PathLike[str] | Place, opened: Opened | None = None) -> None:
+        self.document = read_document(place)
+        self.site = site_of(place, self.target, self.digest)
+        self.place = self.site.place
         self._stack = ExitStack()
         if opened is not None:
             self._stack.enter_context(opened.prepared)
@@ -122,9 +118,9 @@ class WorkFolder:
         return self.document["digest"]
 
     @property
-    def target(self) -> Path:
-        """Where the result shall be."""
-        return Path(self.document["request"]["target"])
+    def target(self) -> Place:
+        """Where the result shall be; in a store, as it is now."""
+        return checkpoint_place(self.document["request"]["target"])
 
     @cached_property
     @collecting_rarely()
@@ -137,7 +133,8 @@ class WorkFolder:
         """
         check_fingerprint(self.document["fingerprint"], self.place)
         request = from_json(self.document["request"])
-        put_brought(request.ref.place, self.place / BROUGHT)
+        if self.site.exists(BROUGHT):
+            put_brought(request.ref.place, self.site.read(BROUGHT), self.place / BROUGHT)
         plan = prepare(request)
         prepared = self._stack.enter_context(carried_out(plan))
         if changed := _changed(self.document["source"], facts_of(prepared)):
@@ -167,63 +164,61 @@ class WorkFolder:
     def part(self, number: int) -> PartRecord | None:
         """Returns the record of a task that is done; None where it is missing, or can't be trusted."""
         try:
-            return self.proven_part(number)
+            return self.proven_part(number, self.site)
         except StatekitError:
             return None
 
-    def stated_part(self, number: int) -> PartRecord:
-        """Returns the record of a task that is done, wherever its files are by now.
+    def parts(self) -> list[PartRecord | StatekitError]:
+        """Returns the record of each task, or why it isn't done."""
+        site = self.site.now()
 
-        Raises:
-            NotFoundError: There is none.
-            FormatError, CorruptError: It isn't what was written, or is of another work.
-        """
-        part = read_part(self.part_place(number))
-        if (part.work, part.task) != (self.digest, number):
-            raise CorruptError(
-                "A part record is of another work, or of another task.",
-                place=self.part_place(number),
-                expected=f"work {self.digest}, task {number}",
-                found=f"work {part.work}, task {part.task}",
-                remedy="run the task again",
-            )
-        return part
+        def proven(number: int) -> PartRecord | StatekitError:
+            try:
+                return self.proven_part(number, site)
+            except StatekitError as error:
+                return error
 
-    def proven_part(self, number: int) -> PartRecord:
+        return [*in_turn(proven, range(len(self.document["tasks"])))]
+
+    def proven_part(self, number: int, site: Site) -> PartRecord:
         """Returns the record of a task whose files are there, as they were when its attempt proved them.
+
+        Args:
+            number: The task's number.
+            site: The work's site, or as it was a moment ago.
 
         Raises:
             NotFoundError: There is none.
             FormatError, CorruptError: It, or a file that it names, isn't what was written, or it is of another work.
         """
-        part = self.stated_part(number)
-        # The work is finished: its files have the target's names. An attempt that goes on makes its folder anew.
-        if (self.place / FINISHED).exists() or not (self.place / ATTEMPTS).is_dir():
+        place = self.place / part_name(number)
+        part = read_part(site.read(part_name(number)), place)
+        if (part.work, part.task) != (self.digest, number):
+            raise CorruptError(
+                "A part record is of another work, or of another task.",
+                place=place,
+                expected=f"work {self.digest}, task {number}",
+                found=f"work {part.work}, task {part.task}",
+                remedy="run the task again",
+            )
+        if site.is_over():
             return part
         faults = Faults(
             (fault, name)
             for name, entry in part.files.items()
-            if (fault := _file_fault(self.files_of(part) / name, entry))
+            if (fault := site.file_fault(part, name, entry))
         )
         faults.check(
             CorruptError,
             f"The files of task {number} aren't what its attempt wrote",
-            place=self.files_of(part),
+            place=place,
             remedy="run the task again",
         )
         return part
 
-    def part_place(self, number: int) -> Path:
-        """Returns where a task's part record is."""
-        return self.place / PARTS / f"{number:05}.json"
-
-    def files_of(self, part: PartRecord) -> Path:
-        """Returns the folder of the files that an attempt wrote; it is named as the target is."""
-        return self.place / ATTEMPTS / part.attempt / self.target.name
-
     def missing(self) -> list[int]:
         """Returns the numbers of the tasks that aren't done."""
-        return [number for number in range(len(self.document["tasks"])) if self.part(number) is None]
+        return [number for number, part in enumerate(self.parts()) if isinstance(part, StatekitError)]
 
 
 def opened_of(plan: Plan, prepared: Prepared, task_bytes: int) -> Opened:
@@ -271,17 +266,23 @@ def _changed(then: Mapping[str, Sequence[object]], now: Mapping[str, Sequence[ob
     return [name for name in {**then, **now} if then.get(name) != now.get(name)]
 
 
-def _file_fault(path: Path, entry: Mapping[str, Any]) -> str:
-    try:
-        facts = path.stat()
-    except OSError:
-        return "isn't there"
-    if (facts.st_size, facts.st_mtime_ns) != (entry["bytes"], entry["changed"]):
-        return "was changed since"
-    return ""
+def site_of(place: str | os.PathLike[str] | Place, target: Place, digest: str = "") -> Site:
+    """Returns where a work lies.
+
+    Args:
+        place: The work's folder.
+        target: The target.
+        digest: The digest of the work's document; "" where that isn't read yet.
+    """
+    where = checkpoint_place(place)
+    if isinstance(where, StoredPlace):
+        from statekit.scale.store_site import StoreSite  # entered for a work in a store only
+
+        return StoreSite(where, target, digest)
+    return DiskSite(Path(os.path.abspath(where)), target)
 
 
-def read_document(folder: Path) -> WorkDocument:
+def read_document(folder: str | os.PathLike[str] | Place) -> WorkDocument:
     """Reads the document of a work.
 
     Raises:
@@ -289,15 +290,16 @@ def read_document(folder: Path) -> WorkDocument:
         FormatError: It is none.
         CorruptError: It was changed.
     """
-    place = folder / DOCUMENT
-    if not place.is_file():
+    site = site_of(folder, checkpoint_place(folder))  # which target it has is read here
+    place = site.place / DOCUMENT
+    if not site.exists(DOCUMENT):
         raise NotFoundError(
             "This folder holds no work.",
-            place=folder,
+            place=site.place,
             expected=DOCUMENT,
             remedy="statekit work split SRC DST",
         )
-    document: Any = strict_json(read_small(place), place)
+    document: Any = strict_json(site.read(DOCUMENT), place)
     fields = typed(document, WorkDocument, place, _BROKEN)
     remedy = "drop the work (statekit work drop) and split it again"
     check_own_digest(document, (FORMAT, VERSION), place, _BROKEN, remedy)

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from statekit.errors import CorruptError, Faults, RefusedError
-from statekit.files.durable import new_file, rename_new, sync_folder
 from statekit.files.manifest import FileEntry, TensorEntry, inside, leaf_faults, leaves_in
-from statekit.files.source import read_small
+from statekit.files.tree import Place
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Finite, Name, Natural, typed
 
 _ATTEMPT = re.compile(r"\d{5,}-[0-9a-f]{32}")
+PARTS = "parts"
 FORMAT = "statekit-part"
 VERSION = 2
 _BROKEN = "A part record can't be trusted"
 
 
 class PartFile(FileEntry):
-    """A file that a task wrote; `changed` is when, in nanoseconds since 1970."""
+    """A file that a task wrote: when, in nanoseconds since 1970; in a store, as which state of the object."""
 
-    changed: Natural
+    changed: NotRequired[Natural]
+    identity: NotRequired[Name]
 
 
 class PartMeasured(TypedDict):
@@ -65,7 +64,7 @@ class PartRecord:
         work: Digest of the work's document, which has the plan's and the fingerprint of the codecs.
         task: The task's number.
         attempt: Name of the attempt, which is that of the folder with its files.
-        files: Name in the target -> size, BLAKE3 and time of the last change.
+        files: Name in the target -> size, BLAKE3, and what tells a later change.
         tensors: Name in the target -> shape, dtype and BLAKE3.
         checked: Name in the source -> BLAKE3, of tensors that aren't written as they are.
         records: What the container needs of each section to join them, by the section's name.
@@ -76,7 +75,7 @@ class PartRecord:
     work: str
     task: int
     attempt: str
-    files: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, PartFile]
     tensors: Mapping[str, Mapping[str, Any]]
     checked: Mapping[str, str]
     records: Mapping[str, Any]
@@ -89,6 +88,14 @@ class PartRecord:
         values = {"tensors": dict(self.tensors), "checked": dict(self.checked)}
         return {**values, "files": files} if with_files else values
 
+    def files_alone(self) -> dict[str, dict[str, Any]]:
+        """Returns the entries of the files as a manifest has them."""
+        apart = ("changed", "identity")
+        return {
+            name: {key: fact for key, fact in entry.items() if key not in apart}
+            for name, entry in self.files.items()
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Returns the record with its heading and, last, its own digest."""
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -97,7 +104,7 @@ class PartRecord:
 
 
 def check_own_digest(
-    document: Mapping[str, Any], version: tuple[str, int], place: Path, subject: str, remedy: str
+    document: Mapping[str, Any], version: tuple[str, int], place: Place, subject: str, remedy: str
 ) -> None:
     """Checks that a document has a format and version, and is what its own digest was made of.
 
@@ -115,16 +122,30 @@ def check_own_digest(
         )
 
 
-def read_part(place: Path) -> PartRecord:
+class Records(Protocol):
+    """Where part records are: a `statekit.scale.site.Site`."""
+
+    @property
+    def place(self) -> Place: ...
+    def read(self, name: str) -> bytes: ...
+    def create(self, name: str, data: bytes) -> bool: ...
+    def set_aside(self, name: str) -> None: ...
+
+
+def part_name(number: int) -> str:
+    """Returns the name of a task's part record."""
+    return f"{PARTS}/{number:05}.json"
+
+
+def read_part(data: bytes, place: Place) -> PartRecord:
     """Reads a part record and proves that it says what its writer wrote.
 
     Raises:
-        NotFoundError: There is none.
         FormatError: It is none.
         CorruptError: It was changed, or is torn.
         RefusedError: It names files outside its attempt's folder.
     """
-    document: Any = strict_json(read_small(place), place)
+    document: Any = strict_json(data, place)
     fields = typed(document, PartDocument, place, _BROKEN)
     check_own_digest(document, (FORMAT, VERSION), place, _BROKEN, "run the task again")
     if not _ATTEMPT.fullmatch(fields["attempt"]) or not all(map(inside, fields["files"])):
@@ -142,14 +163,13 @@ def read_part(place: Path) -> PartRecord:
 
 
 def publish(
-    part: PartRecord, place: Path, draft: Path, counting: Callable[[], PartRecord | None], repeats: bool
+    part: PartRecord, records: Records, counting: Callable[[], PartRecord | None], repeats: bool
 ) -> PartRecord:
     """Creates a part record in one step, unless there is one; returns the record that counts.
 
     Args:
         part: The record.
-        place: Where it shall be.
-        draft: Where it is written first, on the same file system.
+        records: Where it shall be.
         counting: Gives the record that was created before, if it can be trusted and its files are there.
         repeats: Whether another attempt writes the same files.
 
@@ -157,24 +177,17 @@ def publish(
         CorruptError: Another attempt's record says that it wrote something else.
         CommitError: It can't be written.
     """
-    with new_file(draft) as output:
-        output.write(json.dumps(part.to_json(), allow_nan=False).encode("ascii"))
-    while True:
-        try:
-            rename_new(draft, place)
-        except FileExistsError:
-            earlier = counting()
-            if earlier is None:  # torn, or of another work, or without its files: it counts for nothing
-                os.replace(place, draft.with_suffix(".untrusted"))
-                continue
-            _check_same(earlier, part, place, repeats)
-            draft.unlink()
+    name = part_name(part.task)
+    while not records.create(name, json.dumps(part.to_json(), allow_nan=False).encode("ascii")):
+        earlier = counting()
+        if earlier is not None:
+            _check_same(earlier, part, records.place / name, repeats)
             return earlier
-        sync_folder(place.parent)
-        return part
+        records.set_aside(name)  # torn, or of another work, or without its files: it counts for nothing
+    return part
 
 
-def _check_same(earlier: PartRecord, part: PartRecord, place: Path, repeats: bool) -> None:
+def _check_same(earlier: PartRecord, part: PartRecord, place: Place, repeats: bool) -> None:
     """Refuses two attempts at a task that wrote different bytes."""
     if earlier.result(repeats) != part.result(repeats):
         raise CorruptError(

@@ -9,14 +9,14 @@ import time
 from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from statekit.errors import StatekitError
 from statekit.files.durable import writing
-from statekit.files.source import read_small
 from statekit.files.stage import Progress
-from statekit.scale.folder import ATTEMPTS, WorkFolder
+from statekit.scale.folder import WorkFolder
+from statekit.scale.parts import PartRecord
+from statekit.scale.site import ATTEMPTS, FINISHED, Site
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, Natural, typed
 
@@ -44,26 +44,25 @@ class NoteDocument(TypedDict):
 class Attempt:
     """An attempt at a task, and the note that it leaves beside its folder."""
 
-    folder: Path
+    site: Site
     name: str
     _note: dict[str, Any]
     _noted: float = 0.0
 
     @classmethod
-    def begin(cls, work: Path, task: int, name: str, size: int) -> Attempt:
-        """Makes the folder and the first note.
+    def begin(cls, site: Site, task: int, name: str, size: int) -> Attempt:
+        """Makes the first note.
 
         Args:
-            work: The work's folder.
+            site: Where the work lies.
             task: The task's number.
             name: The attempt's.
             size: Bytes of the task.
         """
         now = time.time()
         note = {"task": task, "host": socket.gethostname(), "pid": os.getpid(), "began": now, "at": now}
-        attempt = cls(work / ATTEMPTS / name, name, {**note, "phase": "", "done": 0, "bytes": size})
-        with writing(attempt.folder):
-            attempt.folder.mkdir()
+        attempt = cls(site, name, {**note, "phase": "", "done": 0, "bytes": size})
+        with writing(site.place):
             attempt._write()
         return attempt
 
@@ -77,18 +76,20 @@ class Attempt:
         """Notes why it failed."""
         line = error.line if isinstance(error, StatekitError) else f"{type(error).__name__}: {error}"
         self._note["error"] = line
-        with suppress(OSError):
+        with suppress(OSError, StatekitError):
             self._write()
 
     def end(self) -> None:
         """Removes the note: the part record says all."""
-        self.folder.with_suffix(".json").unlink(missing_ok=True)
+        self.site.remove(self._name_of_note)
 
     def _write(self) -> None:
         self._noted, self._note["at"] = time.monotonic(), time.time()
-        draft = self.folder.with_suffix(".note")
-        draft.write_text(json.dumps(self._note), encoding="ascii")
-        os.replace(draft, self.folder.with_suffix(".json"))
+        self.site.replace(self._name_of_note, json.dumps(self._note).encode("ascii"))
+
+    @property
+    def _name_of_note(self) -> str:
+        return f"{ATTEMPTS}/{self.name}.json"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Status:
         failed: The last error of each task that failed and isn't done.
         attempts: How many attempts failed, or were given up.
         seconds: Seconds of the tasks that are done, together.
-        finished: Whether the target is there.
+        finished: Whether the target has its name.
     """
 
     tasks: int
@@ -165,8 +166,8 @@ class Status:
 def status_of(work: WorkFolder) -> Status:
     """Returns how far a work is."""
     sizes = [int(task[1]) for task in work.document["tasks"]]
-    parts = {number: part for number in range(len(sizes)) if (part := work.part(number)) is not None}
-    running, silent, errors = _attempts(work.place / ATTEMPTS, parts)
+    parts = {number: part for number, part in enumerate(work.parts()) if isinstance(part, PartRecord)}
+    running, silent, errors = _attempts(work.site, parts)
     return Status(
         len(sizes),
         sum(sizes),
@@ -177,15 +178,15 @@ def status_of(work: WorkFolder) -> Status:
         {note["task"]: note["error"] for note in sorted(errors, key=lambda note: note["at"])},
         len(errors) + len(silent),
         sum(part.seconds for part in parts.values()),
-        work.target.is_dir() and not work.target.is_symlink(),
+        work.site.exists(FINISHED),
     )
 
 
 def _attempts(
-    folder: Path, done: Container[int]
+    site: Site, done: Container[int]
 ) -> tuple[tuple[Running, ...], tuple[Running, ...], list[NoteDocument]]:
     """Returns the running, the silent and the failed attempts at unfinished tasks."""
-    notes = [note for note in _notes(folder) if note["task"] not in done]
+    notes = [note for note in _notes(site) if note["task"] not in done]
     alive = sorted(
         map(_running, (note for note in notes if "error" not in note)), key=lambda attempt: -attempt.seconds
     )
@@ -194,10 +195,11 @@ def _attempts(
     return running, silent, [note for note in notes if "error" in note]
 
 
-def _notes(attempts: Path) -> Iterator[NoteDocument]:
-    for path in sorted(attempts.glob("*.json")):
+def _notes(site: Site) -> Iterator[NoteDocument]:
+    for name in site.names(ATTEMPTS):
+        place = site.place / name
         try:
-            yield typed(strict_json(read_small(path), path), NoteDocument, path)
+            yield typed(strict_json(site.read(f"{ATTEMPTS}/{name}"), place), NoteDocument, place)
         except StatekitError:  # it has just ended
             continue
 

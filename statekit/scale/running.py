@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from statekit.conversion.convert import digests_of, measured_of, value_faults
 from statekit.conversion.prepared import Prepared
 from statekit.errors import CorruptError, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.durable import sync_folder, writing
-from statekit.files.homes import LocalHome
+from statekit.files.durable import writing
 from statekit.files.integrity import check_no_damage, prove_files
 from statekit.files.sections import Section
-from statekit.files.source import Files, expecting, walked
+from statekit.files.source import Files, expecting
 from statekit.files.stage import Progress, Stage
 from statekit.files.tree import Place
 from statekit.pipeline import job
@@ -38,57 +35,52 @@ def run(work: WorkFolder, number: int) -> PartRecord:
     """
     opened, began = work.opened, time.monotonic()
     task = opened.tasks[number]
-    attempt = Attempt.begin(work.place, number, f"{number:05}-{uuid.uuid4().hex}", task.bytes)
-    folder = attempt.folder
+    attempt = Attempt.begin(work.site, number, f"{number:05}-{uuid.uuid4().hex}", task.bytes)
     try:
-        with job(), writing(folder):
-            done = (_write if task.kind == "write" else _check)(opened, task, folder, attempt)
+        with job(), writing(work.place):
+            work.site.check_held()
+            done = (_write if task.kind == "write" else _check)(opened, task, attempt)
             _check_source(opened)
             part = PartRecord(work.digest, number, attempt.name, **done, seconds=time.monotonic() - began)
             repeats = all(opened.sections[name].repeats for name in task.names if task.kind == "write")
-            draft = folder.with_suffix(".part")
-            first = publish(part, work.part_place(number), draft, lambda: work.part(number), repeats)
+            first = publish(part, work.site, lambda: work.part(number), repeats)
     except BaseException as error:
         attempt.failed(error)
-        shutil.rmtree(folder, ignore_errors=True)
+        work.site.discard(attempt.name)
         raise
     attempt.end()
     if first.attempt != attempt.name:
-        shutil.rmtree(folder, ignore_errors=True)
+        work.site.discard(attempt.name)
     return first
 
 
-def _write(opened: Opened, task: Task, folder: Path, attempt: Attempt) -> dict[str, Any]:
+def _write(opened: Opened, task: Task, attempt: Attempt) -> dict[str, Any]:
     """Writes sections and reads them again; returns the fields of the part record."""
-    prepared, target = opened.prepared, opened.plan.request.target
+    prepared = opened.prepared
     sections = [opened.sections[name] for name in task.names]
-    with writing(folder):
-        (folder / target.name).mkdir(parents=True)
     tensors = {name: tensor for section in sections for name, tensor in section.tensors.items()}
-    home = LocalHome(folder / target.name, Path(target), "folder")
-    stage = Stage(home, task.bytes, _on_progress=attempt.tell, _budget=prepared.opened.budget)
-    stage.expect(tensors)
     # The next task is seldom of the next bytes, and a process that ends waits for what it has asked for.
     is_known = tensors.keys() <= opened.passed.keys()
     total = sum(map(nbytes, tensors.values())) if is_known else None
-    with prepared.joining(), expecting(prepared.opened.checkpoint.path, total):
-        records = {section.name: section.write(stage) for section in sections}
     checkpoint = prepared.opened.checkpoint
-    passed = {
-        opened.passed[name]: entry["blake3"] for name, entry in stage.tensors.items() if name in opened.passed
-    }
-    check_no_damage(value_faults(checkpoint, passed), checkpoint.path)
-    files = stage.prove(lambda path: _reopened(prepared, path, sections, records))
-    for below, _, _ in walked(folder, bottom_up=True):
-        sync_folder(Path(below))
+    with attempt.site.attempted(attempt.name, task.bytes) as home:
+        stage = Stage(home, task.bytes, _on_progress=attempt.tell, _budget=prepared.opened.budget)
+        stage.expect(tensors)
+        with prepared.joining(), expecting(checkpoint.path, total):
+            records = {section.name: section.write(stage) for section in sections}
+        passed = {
+            opened.passed[name]: entry["blake3"]
+            for name, entry in stage.tensors.items()
+            if name in opened.passed
+        }
+        check_no_damage(value_faults(checkpoint, passed), checkpoint.path)
+        proven = stage.prove(lambda path: _reopened(prepared, path, sections, records))
+        files = attempt.site.proven(home, proven)
     measured = measured_of(
         opened.plan, [tensor for section in sections for tensor in section.tensors.values()]
     )
     return {
-        "files": {
-            name: {**entry, "changed": (folder / target.name / name).stat().st_mtime_ns}
-            for name, entry in files.items()
-        },
+        "files": files,
         "tensors": dict(stage.tensors),
         "checked": {},
         "records": records,
@@ -109,7 +101,7 @@ def _reopened(
     return Checkpoint(prepared.container.name, path, dict(tensors), on_close=keep.close)
 
 
-def _check(opened: Opened, task: Task, folder: Path, attempt: Attempt) -> dict[str, Any]:
+def _check(opened: Opened, task: Task, attempt: Attempt) -> dict[str, Any]:
     """Proves tensors and files of the source that nobody writes as they are."""
     checkpoint = opened.prepared.opened.checkpoint
     rest = {name: opened.rest[name] for name in task.names if not name.startswith(FILE)}

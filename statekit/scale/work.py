@@ -2,57 +2,48 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import re
-import shutil
-import stat
-from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statekit.conversion.convert import Report, check_place
 from statekit.conversion.plan import Plan
 from statekit.conversion.prepared import carried_out
-from statekit.errors import CommitError, TargetExistsError, UsageError, some
-from statekit.files.durable import new_file, rename_new, sync_folder, writing
+from statekit.errors import UsageError, some
+from statekit.files.durable import writing
+from statekit.files.source import checkpoint_place
+from statekit.files.tree import Place, StoredPlace, absolute
 from statekit.scale.brought import brought_of
 from statekit.scale.fingerprint import fingerprint
 from statekit.scale.finish import finish as finish_work
 from statekit.scale.folder import (
-    ATTEMPTS,
-    BROUGHT,
-    DOCUMENT,
-    FINISHED,
     FORMAT,
-    PARTS,
     VERSION,
+    Opened,
     WorkFolder,
     facts_of,
     opened_of,
     read_document,
+    site_of,
 )
 from statekit.scale.parts import PartRecord
 from statekit.scale.progress import Status, status_of
 from statekit.scale.request import to_json
 from statekit.scale.running import run as run_task
+from statekit.scale.site import BROUGHT, DOCUMENT, Site
 from statekit.tensors.digest import json_digest
 
 TASK_BYTES = 2 * 2**30
-_PRIVATE = 0o700
-_WRITTEN = re.compile(r"\d{5,}(-[0-9a-f]{32})?(\.[a-z]+)?")
-"""Names of part records, of attempts, and of what they leave beside them."""
 
 
-def split(plan: Plan, place: str | os.PathLike[str], task_bytes: int = TASK_BYTES) -> Work:
+def split(plan: Plan, place: str | os.PathLike[str] | Place, task_bytes: int = TASK_BYTES) -> Work:
     """Splits a plan into tasks; the same plan and bytes give the same tasks.
 
     Args:
         plan: What to do; its target isn't there yet.
-        place: The work's folder, which all workers see, on the target's file system. If it holds the same work
-            already, that goes on.
+        place: The work's folder, which all workers see, on the target's file system or in its bucket. If it holds the
+            same work already, that goes on.
         task_bytes: Bytes of a task's values, and of the values in a file of the target, at most; a larger tensor is a
             task by itself.
 
@@ -70,7 +61,7 @@ def split(plan: Plan, place: str | os.PathLike[str], task_bytes: int = TASK_BYTE
         >>> work.finish().verified  # doctest: +SKIP
         22
     """
-    folder = Path(os.path.abspath(place))
+    folder = absolute(checkpoint_place(place))
     _check_asked(plan, folder, task_bytes)
     check_place(plan, replace=False, replace_foreign=False)
     prepared = carried_out(plan)
@@ -86,8 +77,11 @@ def split(plan: Plan, place: str | os.PathLike[str], task_bytes: int = TASK_BYTE
             "fingerprint": fingerprint(),
             "tasks": [task.to_json() for task in opened.tasks],
         }
-        brought = brought_of(prepared.opened.checkpoint.path)
-        _make(folder, {**document, "digest": json_digest(document)}, brought)
+        _check_repeats(opened)
+        digest = json_digest(document)
+        site = site_of(folder, plan.request.target, digest)
+        entries = getattr(prepared.container, "entries", ())
+        _make(site, {**document, "digest": digest}, brought_of(prepared.opened.checkpoint.path), entries)
         return Work(folder, opened)
     except BaseException:
         prepared.close()
@@ -144,45 +138,19 @@ class Work(WorkFolder):
             CommitError: It can't be removed, or somebody put other files there.
         """
         self.close()
-        with writing(self.place):
-            (self.place / DOCUMENT).unlink(missing_ok=True)  # nobody begins a task any more
-            for name in (FINISHED, BROUGHT):
-                (self.place / name).unlink(missing_ok=True)
-            for name in (PARTS, ATTEMPTS):
-                _remove_written(self.place / name)
-            for draft in self.place.glob(f"{DOCUMENT}.*"):
-                draft.unlink()
-            try:
-                self.place.rmdir()
-            except OSError as error:
-                if error.errno != errno.ENOTEMPTY:
-                    raise
-                raise CommitError(
-                    "The work is gone, and its folder stays: somebody put other files there.",
-                    place=self.place,
-                    found=some(sorted(path.name for path in self.place.iterdir())),
-                    remedy="look at them, and remove the folder yourself",
-                ) from None
+        self.site.drop()
 
 
-def _remove_written(folder: Path) -> None:
-    """Removes what attempts wrote into a folder, and the folder if nothing else is in it."""
-    for path in [*folder.iterdir()] if folder.is_dir() and not folder.is_symlink() else ():
-        if _WRITTEN.fullmatch(path.name):
-            path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
-    with suppress(OSError):  # it isn't there, or what somebody else put there stays
-        folder.rmdir()
-
-
-def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:
+def _check_asked(plan: Plan, folder: Place, task_bytes: int) -> None:
     """Refuses what no work can do."""
-    if not isinstance(plan.request.target, Path):
+    target = absolute(plan.request.target)
+    if _bucket(target) != _bucket(folder):
         raise UsageError(
-            "Many workers write targets on a disk that all of them see.",
-            place=plan.request.target,
-            remedy="name a folder there and copy it, or convert in one process: statekit convert without --on",
+            "The work's folder and the target lie in different places.",
+            place=folder,
+            expected=f"a folder in {_bucket(target) or 'the file system of the target'}",
+            remedy="leave --work out: the work lies beside the target",
         )
-    target = Path(os.path.abspath(plan.request.target))
     if type(task_bytes) is not int or task_bytes < 1:
         raise UsageError(
             "The size of a task must be a positive number of bytes.",
@@ -205,37 +173,39 @@ def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:
         )
 
 
-def _make(folder: Path, document: Mapping[str, Any], brought: bytes) -> None:
+def _bucket(place: Place) -> str:
+    """Returns the bucket that a place lies in; "" on this machine."""
+    return "/".join(f"{place}".split("/")[:3]) if isinstance(place, StoredPlace) else ""
+
+
+def _check_repeats(opened: Opened) -> None:
+    """Refuses a target in a store whose files differ from attempt to attempt: two attempts would mix theirs."""
+    different = [name for name, section in opened.sections.items() if not section.repeats]
+    if different and isinstance(opened.plan.request.target, StoredPlace):
+        raise UsageError(
+            "Many workers can't write this container into a store: its files differ from attempt to attempt.",
+            place=opened.plan.request.target,
+            found=some(different),
+            remedy="leave --on out, name another container (--to dcp), or write to a disk that all workers see",
+        )
+
+
+def _make(site: Site, document: Mapping[str, Any], brought: bytes, entries: Sequence[str]) -> None:
     """Makes the folder of a work; one of the same work stays as it is."""
     text = json.dumps(document, allow_nan=False).encode("ascii")
-    with writing(folder):
-        if (folder / DOCUMENT).exists():
-            if read_document(folder)["digest"] != document["digest"]:
-                raise UsageError(
-                    "Another work is in this folder.",
-                    place=folder,
-                    expected=f"work {document['digest']}",
-                    remedy="name another folder, or drop that work (statekit work drop)",
-                )
-            return
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise TargetExistsError(
-                "The work's folder exists, and no work is in it.", place=folder, remedy="name another folder"
+    with writing(site.place):
+        if not site.exists(DOCUMENT):
+            site.begin(entries)
+            if brought:
+                site.create(BROUGHT, brought)
+            if site.create(DOCUMENT, text):
+                return
+        # It was there, or another process split the same plan.
+        if read_document(site.place)["digest"] != document["digest"]:
+            raise UsageError(
+                "Another work is in this folder.",
+                place=site.place,
+                expected=f"work {document['digest']}",
+                remedy="name another folder, or drop that work (statekit work drop)",
             )
-        folder.mkdir(mode=_PRIVATE, exist_ok=True)
-        # Attempts hold the source's values, whoever may enter an empty folder that was there.
-        if stat.S_IMODE(folder.stat().st_mode) != _PRIVATE:
-            folder.chmod(_PRIVATE)
-        for name in (PARTS, ATTEMPTS):
-            (folder / name).mkdir(exist_ok=True)
-        draft = folder / f"{DOCUMENT}.{os.getpid()}"
-        for name, data in (((BROUGHT, brought),) if brought else ()) + ((DOCUMENT, text),):
-            with new_file(draft) as output:
-                output.write(data)
-            try:
-                rename_new(draft, folder / name)
-            except FileExistsError:  # another process split the same plan
-                draft.unlink()
-                if name == DOCUMENT:
-                    _make(folder, document, brought)
-        sync_folder(folder)
+        site.hold(entries)

@@ -19,6 +19,7 @@ from statekit.conversion.check import check
 from statekit.conversion.convert import convert
 from statekit.conversion.plan import Plan
 from statekit.files.manifest import require_manifest
+from statekit.files.tree import Place
 from statekit.scale.engine import Outcome, Pool, carry_out
 from statekit.scale.running import run
 from statekit.scale.work import Work, split
@@ -48,7 +49,7 @@ class Flaky:
         self.begun: list[int] = []
         self._random = random.Random(seed)
 
-    def pool(self, work: Path, missing: int) -> Pool:
+    def pool(self, work: Place, missing: int) -> Pool:
         return self
 
     def start(self, number: int) -> None:

@@ -1,0 +1,208 @@
+"""A work in a store: its records are objects beside the target, and its attempts write the target's own objects.
+
+All processes of a work write under one claim (`statekit.files.claims`), whose mark is made of the work's digest. As
+long as the claim is there, no reader takes the target for a checkpoint, and no other writer touches it. Two attempts at
+a task put equal bytes under equal names. What a part record says of an object is compared with the store's facts, and
+where these have changed, with the object's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from statekit.errors import CommitError, NotFoundError, TargetExistsError
+from statekit.files.claims import Claim, claim_target, claims_of, is_complete, release, remove, taken_over
+from statekit.files.homes import Entries, Home
+from statekit.files.manifest import digest_by
+from statekit.files.objects import Objects
+from statekit.files.source import Files, checkpoint_place
+from statekit.files.store import state_of
+from statekit.files.store_home import StoreHome, bucket_of, scratch_folder
+from statekit.files.tree import Facts, Place, StoredPlace
+from statekit.scale.parts import PartFile, PartRecord, part_name
+from statekit.scale.site import BROUGHT, DOCUMENT, FINISHED, Site, left_behind
+
+_MOST_BYTES = 2**30
+"""Bytes of a record at most: a part record has some 200 bytes for each tensor."""
+
+
+class StoreSite:
+    """A work in a store.
+
+    Args:
+        place: The work's folder.
+        target: The target, in the same bucket.
+        digest: The digest of the work's document.
+        objects: The bucket; opened anew if None.
+        listing: What the store has below both, by name in the bucket; asked for each time if None.
+        cache: Records that were read with a listing: their names -> identity and bytes.
+    """
+
+    def __init__(
+        self,
+        place: StoredPlace,
+        target: Place,
+        digest: str = "",
+        objects: Objects | None = None,
+        listing: Mapping[str, Facts] | None = None,
+        cache: dict[str, tuple[str, bytes]] | None = None,
+    ) -> None:
+        self._place, self._target, self._digest, self._mark = place, target, digest, digest[:32]
+        self._name, self._target_name = ("/".join(where.parts) for where in (place, target))
+        self._objects = objects or bucket_of(place)[0]
+        self._objects.mark = self._mark
+        self._listing, self._cache = listing, {} if cache is None else cache
+
+    @property
+    def place(self) -> Place:
+        return self._place
+
+    def now(self) -> Site:
+        listing = {
+            **self._objects.below(self._name),
+            **self._objects.below(self._target_name),
+        }
+        return StoreSite(self._place, self._target, self._digest, self._objects, listing, self._cache)
+
+    def exists(self, name: str) -> bool:
+        return self._facts(f"{self._name}/{name}") is not None
+
+    def read(self, name: str) -> bytes:
+        whole = f"{self._name}/{name}"
+        facts = None if self._listing is None else self._facts(whole)
+        identity, data = self._cache.get(whole, ("", None))
+        if facts is not None and facts.identity == identity and data is not None:
+            return data
+        data = self._objects.read(whole, _MOST_BYTES) if self._listing is None or facts else None
+        if data is None:
+            raise NotFoundError("There is no such record.", place=self._place / name)
+        if facts is not None:
+            self._cache[whole] = facts.identity, data
+        return data
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            self._objects.create(f"{self._name}/{name}", data)
+        except TargetExistsError:
+            return False
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._objects.replace(f"{self._name}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        self._objects.delete([f"{self._name}/{name}"], (self._mark,))
+
+    def set_aside(self, name: str) -> None:
+        if self._objects.delete([f"{self._name}/{name}"], (self._mark,)):
+            raise CommitError(
+                "Somebody else put a record of this work there.",
+                place=self._place / name,
+                remedy="look who did, and delete it",
+            )
+
+    def names(self, folder: str) -> list[str]:
+        top = f"{self._name}/{folder}/"
+        names = self._objects.below(top.rstrip("/")) if self._listing is None else self._listing
+        return sorted(name.removeprefix(top) for name in names if name.startswith(top))
+
+    def begin(self, entries: Sequence[str]) -> None:
+        if self._objects.below(self._name).keys() - {f"{self._name}/{BROUGHT}"}:
+            raise TargetExistsError(
+                "The work's folder exists, and no work is in it.",
+                place=self._place,
+                remedy="name another folder",
+            )
+        self.hold(entries)
+
+    def hold(self, entries: Sequence[str]) -> None:
+        if not self.is_over():
+            claim_target(self._objects, self._target_name, entries, f"{self._place}")
+
+    def check_held(self) -> None:
+        self._claim()
+
+    @contextmanager
+    def attempted(self, attempt: str, size: int) -> Iterator[Home]:
+        with self._home(size) as home:
+            try:
+                yield home
+            except CommitError:
+                # Perhaps the store has other bytes, over which no attempt would write; a proven task keeps its own.
+                if not self.exists(part_name(int(attempt.partition("-")[0]))):
+                    names = [f"{self._target_name}/{name}" for name in home.names()]
+                    self._objects.delete(names, (self._mark,))
+                raise
+
+    def proven(self, home: Home, files: Entries) -> dict[str, dict[str, Any]]:
+        assert isinstance(home, StoreHome)  # as `attempted` gave it
+        return {
+            name: {**entry, "identity": state_of(home.stored[f"{self._target_name}/{name}"].identity)}
+            for name, entry in files.items()
+        }
+
+    def discard(self, attempt: str) -> None:
+        """Does nothing: another attempt at the task has put equal objects under these names, or will."""
+
+    def is_over(self) -> bool:
+        return self.exists(FINISHED)
+
+    def file_fault(self, part: PartRecord, name: str, entry: PartFile) -> str:
+        facts = self._facts(f"{self._target_name}/{name}")
+        if facts is None:
+            return "isn't there"
+        if facts.size == entry["bytes"] and state_of(facts.identity) != entry.get("identity"):
+            # Another attempt put it again, and some stores give equal bytes another identity then.
+            with Files() as files:
+                digest = digest_by(None, files.source(checkpoint_place(f"{self._target}") / name), entry)
+            return "" if digest == entry["blake3"] else "was changed since"
+        return "" if facts.size == entry["bytes"] else "was changed since"
+
+    @contextmanager
+    def joined(self, parts: Sequence[PartRecord], mode: int) -> Iterator[Home]:
+        with self._home(0) as home:
+            for name in (f"{self._target_name}/{name}" for part in parts for name in part.files):
+                facts = self._facts(name)
+                if facts is None:
+                    raise CommitError("A file of the target is gone.", place=self._target, found=name)
+                home.take(facts)
+            yield home
+
+    def end(self) -> None:
+        self.create(FINISHED, b"finished")
+        claims = claims_of(self._objects, self._target_name)
+        if claims and claims[-1].mark == self._mark:
+            release(self._objects, claims[-1])
+
+    def drop(self) -> None:
+        self.remove(DOCUMENT)  # nobody begins a task any more
+        claims = claims_of(self._objects, self._target_name)
+        if claims and claims[-1].mark == self._mark:
+            if not is_complete(self._objects, self._target_name):
+                remove(self._objects, claims[-1], (self._mark,))
+            release(self._objects, claims[-1])
+        if left := self._objects.delete([*self._objects.below(self._name)], (self._mark,)):
+            raise left_behind(self._place, [name.removeprefix(f"{self._name}/") for name in left])
+
+    def _facts(self, name: str) -> Facts | None:
+        """Returns what the store has under a name in the bucket; None if there is nothing."""
+        if self._listing is not None:
+            return self._listing.get(name)
+        try:
+            return self._objects.facts(name)
+        except NotFoundError:
+            return None
+
+    def _claim(self) -> Claim:
+        claims = claims_of(self._objects, self._target_name)
+        if not claims or claims[-1].mark != self._mark:
+            raise taken_over(self._objects, self._target_name)
+        return claims[-1]
+
+    @contextmanager
+    def _home(self, size: int) -> Iterator[StoreHome]:
+        assert isinstance(self._target, StoredPlace)  # as `split` made sure
+        with scratch_folder() as scratch:
+            yield StoreHome(self._objects, self._claim(), self._target, "folder", scratch, size)
