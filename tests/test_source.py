@@ -261,7 +261,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
         "makes the target's new files, opens folders to sync them; its own temporary folders' notes, and /proc",
         {"os.open", "Path(path).read_text"}
     ),
-    "statekit/scale/disk_site.py": ("what a task has written and proven", {"(self.files_of(part.attempt) / name).open"}),
+    "statekit/scale/disk_site.py": ("what a task has written and proven", {"path.open"}),
     "statekit/testing/works.py": ("targets that a law has made", {"path.read_bytes"}),
     "statekit/verify/recorder.py": ("a spool that it made, and what it writes", {"os.pread", "unfinished.open"}),
     "statekit/verify/natives/jax_classes.py": (

@@ -161,11 +161,17 @@ def claim_target(objects: Objects, target: str, entries: Sequence[str], work: st
     """
     earlier = claims_of(objects, target)
     for claim in earlier[-1:]:
-        if work and claim.mark == objects.mark:
+        if work and (claim.mark, claim.work) == (objects.mark, work):
             return claim
         if not claim.is_dead:
             raise _being_written(objects, claim)
-    claim = next_claim(objects, target, entries, earlier, work)
+    try:
+        claim = next_claim(objects, target, entries, earlier, work)
+    except TargetExistsError:
+        claims = claims_of(objects, target)
+        if work and claims and (claims[-1].mark, claims[-1].work) == (objects.mark, work):
+            return claims[-1]  # another process split the same plan
+        raise
     try:
         _prepare(objects, claim, earlier)
     except BaseException:

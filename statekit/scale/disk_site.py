@@ -162,16 +162,16 @@ class DiskSite:
     def _link_files(self, part: PartRecord, folder: Path) -> None:
         """Puts the files of a task into the target; they stay where they are too, until the target has its name."""
         for name in part.files:
-            place = folder / name
+            path, place = self.files_of(part.attempt) / name, folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(self.files_of(part.attempt) / name, place)
+                os.link(path, place)
             except FileExistsError:
                 raise CommitError("Two tasks wrote one file.", place=self.target, found=name) from None
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                with (self.files_of(part.attempt) / name).open("rb") as source, new_file(place) as output:
+                with path.open("rb") as source, new_file(place) as output:
                     shutil.copyfileobj(source, output, 2**23)
 
 

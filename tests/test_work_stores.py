@@ -1,0 +1,276 @@
+"""A work in a store: its target has the files of one process, cut alike, through kills, doubles and bad answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from store_serving import KINDS, SECRET, Served, serving
+from test_store_servers import azurite, bucket, google, moto  # noqa: F401  # fixtures
+
+import statekit
+from statekit.cli.main import main
+from statekit.conversion.convert import convert
+from statekit.conversion.plan import Plan
+from statekit.errors import CommitError, StatekitError, TargetExistsError, UsageError
+from statekit.files.manifest import FILE
+from statekit.files.objects import Objects
+from statekit.files.tree import WORK
+from statekit.scale import running
+from statekit.scale.engine import carry_out
+from statekit.scale.work import Work, split
+from statekit.testing.works import Flaky
+
+CUT = 800
+CUTTABLE = {
+    **dict.fromkeys(("statekit", "dcp", "t5x", "tf-bundle", "accelerate"), "s3"),
+    **dict.fromkeys(("safetensors", "hf-trainer", "dcp-safetensors", "megatron"), "gs"),
+}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    pytest.importorskip("obstore")
+    with serving("s3", {}) as (address, served):
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, SECRET)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        for name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"):
+            monkeypatch.setenv(name, address)
+        yield served
+
+
+def planned(to: str = "statekit", target: str = "s3://bucket/there") -> Plan:
+    return statekit.plan(KINDS[to][0], target, to=to, require="lossy")
+
+
+def below(served: Served, top: str) -> dict[str, bytes]:
+    return {name.removeprefix(top): data for name, data in served.files.items() if name.startswith(top)}
+
+
+def expected(served: Served, to: str = "statekit", scheme: str = "s3") -> dict[str, bytes]:
+    """Returns what one process writes, cut alike."""
+    convert(planned(to, f"{scheme}://bucket/one/there"), task_bytes=CUT)
+    return below(served, "one/there/")
+
+
+@pytest.fixture
+def work(store: Served) -> Iterator[Work]:
+    with split(planned(), "s3://bucket/there.work", CUT) as made:
+        yield made
+
+
+def done(work: Work) -> None:
+    for number in work.missing():
+        work.run(number)
+
+
+@pytest.mark.parametrize("to", CUTTABLE)
+def test_workers_in_a_store_write_what_one_process_writes(to: str, store: Served) -> None:
+    target = f"{CUTTABLE[to]}://bucket/there"
+    with split(planned(to, target), f"{target}.work", CUT) as work:
+        assert len(work.tasks) > 1
+        carry_out(work, Flaky(work, seed=1))  # each attempt twice, three in ten killed, in any order
+        assert not work.missing() and not work.status().finished
+        report = work.finish()
+        assert work.status().finished and work.finish().files == report.files
+    assert below(store, "there/") == expected(store, to, CUTTABLE[to])
+    assert statekit.check(target).passed and report.verified == len(report.plan.entries)
+    with Work(f"{target}.work") as again:
+        again.drop()
+    assert not [name for name in store.files if name.startswith(("there.work", WORK))]
+
+
+def test_a_kill_before_any_request_that_writes_loses_one_task(
+    store: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same commands go on, wherever a process ended: split, the tasks, finish."""
+
+    class Killed(BaseException):
+        pass
+
+    whole, kills, writing = expected(store), 0, [0]
+    create = Objects.create
+
+    def dying(objects: Objects, name: str, data: Any) -> Any:
+        writing[0] -= 1
+        if writing[0] < 0:
+            raise Killed
+        return create(objects, name, data)
+
+    def carried_out() -> None:
+        with split(planned(), "s3://bucket/there.work", CUT) as work:
+            done(work)
+            work.finish()
+
+    monkeypatch.setattr(Objects, "create", dying)
+    for count in range(100):
+        writing[0] = count
+        try:
+            carried_out()
+        except Killed:
+            kills += 1
+            if (found := below(store, "there/")) != whole:  # the last kills are after the target is complete
+                with pytest.raises(StatekitError):
+                    statekit.inspect("s3://bucket/there")
+                assert FILE not in found or found.keys() == whole.keys()
+        else:
+            break
+        writing[0] = 10**6
+        carried_out()
+        assert below(store, "there/") == whole, f"killed before request {count}"
+        with Work("s3://bucket/there.work") as work:
+            work.drop()
+        for name in [*store.files]:
+            if not name.startswith("one/"):
+                assert name.startswith("there/"), f"{name} is left after a kill before request {count}"
+                del store.files[name]
+    assert kills > 10
+
+
+@pytest.mark.parametrize("fault", ["busy", "lost"])
+def test_a_store_that_is_busy_or_whose_answers_get_lost_is_asked_again(fault: str, store: Served) -> None:
+    whole, store.fault = expected(store), fault
+    with split(planned(), "s3://bucket/there.work", CUT) as work:
+        done(work)
+        work.finish()
+    assert below(store, "there/") == whole
+
+
+def test_a_store_that_changes_bytes_fails_the_task_and_keeps_none_of_them(work: Work, store: Served) -> None:
+    store.fault = "other"
+    with pytest.raises(StatekitError):
+        work.run(0)
+    store.fault = ""
+    assert not below(store, "there/")
+    done(work)
+    work.finish()
+    assert statekit.check("s3://bucket/there").passed
+
+
+def test_a_part_whose_objects_are_gone_or_changed_is_done_again(work: Work, store: Served) -> None:
+    """An object of another state and equal bytes counts: another attempt has put it again."""
+    done(work)
+    part = work.part(0)
+    assert part is not None
+    name = f"there/{next(iter(part.files))}"
+    sound = store.files[name]
+    store.tag = '"another"'
+    assert work.missing() == []
+    store.tag = ""
+    store.files[name] = sound[:-1] + bytes([sound[-1] ^ 1])
+    assert work.missing() == [0] and work.part(0) is None
+    with pytest.raises(UsageError, match="changed since"):
+        work.finish()
+    del store.files[name]
+    assert work.missing() == [0]
+    work.run(0)
+    work.finish()
+    assert store.files[name] == sound and statekit.check("s3://bucket/there").passed
+
+
+def test_nobody_else_writes_or_reads_the_target_of_a_work(work: Work, store: Served) -> None:
+    done(work)
+    with pytest.raises(TargetExistsError, match=r"work status s3://bucket/there\.work"):
+        convert(planned())
+    with pytest.raises(StatekitError, match="being written"):
+        statekit.inspect("s3://bucket/there")
+    assert main(["sweep", "s3://bucket"]) == 0
+    assert work.missing() == []
+    with pytest.raises(TargetExistsError), split(planned(), "s3://bucket/another.work", CUT):
+        pass
+    assert not below(store, "another.work")
+    with split(planned(), "s3://bucket/there.work", CUT) as again:
+        assert again.missing() == []
+    with pytest.raises(UsageError, match="Another work"):
+        split(planned(), "s3://bucket/there.work", 2 * CUT)
+    work.finish()
+    assert statekit.check("s3://bucket/there").passed
+
+
+def test_a_work_whose_claim_was_swept_stops_and_is_split_again(work: Work, store: Served) -> None:
+    work.run(0)
+    store.moments = ("2001-01-01T00:00:00.000Z", *2 * ("Mon, 01 Jan 2001 00:00:00 GMT",))
+    assert main(["sweep", "s3://bucket", "--idle-hours", "0"]) == 0
+    assert not below(store, "there/") and work.missing() == [task.number for task in work.tasks]
+    with pytest.raises(CommitError, match="taken over"):
+        work.run(0)
+    with split(planned(), "s3://bucket/there.work", CUT) as again:
+        done(again)
+        again.finish()
+    assert statekit.check("s3://bucket/there").passed
+
+
+def test_drop_removes_what_the_work_put_and_nothing_else(work: Work, store: Served) -> None:
+    work.run(0)
+    store.files["there/mine"] = store.files["there.work/notes.txt"] = b"mine"
+    with pytest.raises(CommitError, match="other files") as left:
+        work.drop()
+    assert "notes.txt" in f"{left.value}"
+    assert store.files == {"there/mine": b"mine", "there.work/notes.txt": b"mine"}
+
+
+def test_places_that_do_not_go_together_are_refused(store: Served, tmp_path: Path) -> None:
+    for target, place in (
+        ("s3://bucket/there", tmp_path / "work"),
+        (f"{tmp_path / 'there'}", "s3://bucket/there.work"),
+        ("s3://bucket/there", "s3://other/there.work"),
+    ):
+        with pytest.raises(UsageError, match="different places"):
+            split(planned(target=target), place, CUT)
+    with pytest.raises(UsageError, match="in each other"):
+        split(planned(), "s3://bucket/there/work", CUT)
+    with pytest.raises(UsageError, match="attempt to attempt"):
+        split(planned("orbax"), "s3://bucket/there.work", CUT)
+    store.fault = "unconditional"
+    with pytest.raises(UsageError, match="conditional"):
+        split(planned(), "s3://bucket/there.work", CUT)
+    assert not store.files
+
+
+def test_the_command_line_carries_a_work_out_in_a_store(
+    store: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = f"{KINDS['statekit'][0]}", "s3://bucket/there"
+    options = ["--to", "statekit", "--require", "lossy", "--task-bytes", f"{CUT}"]
+    assert main(["work", "split", source, target, *options]) == 0
+    assert "work run s3://bucket/there.work" in capsys.readouterr().out
+    assert main(["work", "run", "s3://bucket/there.work", "--shard", "0/2"]) == 0
+    assert main(["work", "status", "s3://bucket/there.work"]) == 1
+    command = [sys.executable, "-m", "statekit", "convert", source, target, *options, "--on", "processes:2"]
+    subprocess.run([*command, "--quiet"], check=True)
+    assert below(store, "there/") == expected(store) and not below(store, "there.work")
+
+
+@pytest.mark.parametrize("store", ["s3", "az"])
+@pytest.mark.usefixtures("bucket")
+def test_servers_of_others_hold_a_work(store: str) -> None:
+    """moto and azurite, as in test_store_servers.py."""
+    target = f"{store}://bucket/work"
+    with split(planned(target=target), f"{target}.work", CUT) as work:
+        carry_out(work, Flaky(work, seed=1))
+        work.finish()
+        work.drop()
+    convert(planned(target=f"{target}-one"), task_bytes=CUT)
+    assert statekit.check(target).passed and not statekit.diff(target, f"{target}-one").first
+    with pytest.raises(StatekitError):
+        Work(f"{target}.work")
+
+
+def test_a_part_in_many_requests_is_one_object(store: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statekit.files.objects.PART_BYTES", 2**18)
+    values = {f"layer.{i}.weight": np.full(2**18, i, np.float32) for i in range(3)}
+    store.files["run/model.safetensors"] = save(values, {"format": "pt"})
+    plan = statekit.plan("s3://bucket/run", "s3://bucket/there", to="safetensors", require="lossy")
+    with split(plan, "s3://bucket/there.work", 2**20) as work:
+        for number in 2 * work.missing():
+            assert running.run(work, number).attempt
+        work.finish()
+    assert statekit.check("s3://bucket/there").passed and not store.parts
+    assert any("uploadId" in request for request in store.requests)
