@@ -125,6 +125,7 @@ def test_a_kill_before_any_request_that_writes_loses_one_task(
         writing[0] = 10**6
         carried_out()
         assert below(store, "there/") == whole, f"killed before request {count}"
+        assert not below(store, WORK), "a claim hides the target"
         with Work("s3://bucket/there.work") as work:
             work.drop()
         for name in [*store.files]:
@@ -202,6 +203,17 @@ def test_a_work_whose_claim_was_swept_stops_and_is_split_again(work: Work, store
     with pytest.raises(CommitError, match="taken over"):
         work.run(0)
     with split(planned(), "s3://bucket/there.work", CUT) as again:
+        done(again)
+        again.finish()
+    assert statekit.check("s3://bucket/there").passed
+
+
+def test_a_work_whose_claim_somebody_deleted_goes_on(work: Work, store: Served) -> None:
+    work.run(0)
+    for name in [*below(store, WORK)]:
+        del store.files[f"{WORK}{name}"]
+    with split(planned(), "s3://bucket/there.work", CUT) as again:
+        assert 0 not in again.missing()
         done(again)
         again.finish()
     assert statekit.check("s3://bucket/there").passed

@@ -93,9 +93,6 @@ class DiskSite:
     def hold(self, entries: Sequence[str]) -> None:
         """Does nothing: the target has no name before the work is finished."""
 
-    def check_held(self) -> None:
-        """Does nothing: each attempt writes in a folder of its own."""
-
     @contextmanager
     def attempted(self, attempt: str, size: int) -> Iterator[Home]:
         folder = self.files_of(attempt)

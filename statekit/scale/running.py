@@ -38,7 +38,6 @@ def run(work: WorkFolder, number: int) -> PartRecord:
     attempt = Attempt.begin(work.site, number, f"{number:05}-{uuid.uuid4().hex}", task.bytes)
     try:
         with job(), writing(work.place):
-            work.site.check_held()
             done = (_write if task.kind == "write" else _check)(opened, task, attempt)
             _check_source(opened)
             part = PartRecord(work.digest, number, attempt.name, **done, seconds=time.monotonic() - began)

@@ -77,15 +77,12 @@ class Site(Protocol):
             TargetExistsError: Another process writes the target.
         """
 
-    def check_held(self) -> None:
-        """Makes sure that no other writer has taken over the target.
+    def attempted(self, attempt: str, size: int) -> AbstractContextManager[Home]:
+        """Gives an attempt the place for its files, of so many bytes of values together.
 
         Raises:
-            CommitError: One has.
+            CommitError: Another writer has taken over the target.
         """
-
-    def attempted(self, attempt: str, size: int) -> AbstractContextManager[Home]:
-        """Gives an attempt the place for its files, of so many bytes of values together."""
 
     def proven(self, home: Home, files: Entries) -> dict[str, dict[str, Any]]:
         """Has what an attempt wrote survive a loss of power; adds to each file's entry what tells a later change."""

@@ -121,9 +121,6 @@ class StoreSite:
         if not self.is_over():
             claim_target(self._objects, self._target_name, entries, f"{self._place}")
 
-    def check_held(self) -> None:
-        self._claim()
-
     @contextmanager
     def attempted(self, attempt: str, size: int) -> Iterator[Home]:
         with self._home(size) as home:
