@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,9 +19,12 @@ from statekit.cli.main import main
 from statekit.conversion.convert import convert
 from statekit.conversion.plan import Plan
 from statekit.errors import CommitError, StatekitError, TargetExistsError, UsageError
+from statekit.files.claims import claim_target
 from statekit.files.manifest import FILE
 from statekit.files.objects import Objects
-from statekit.files.tree import WORK
+from statekit.files.source import checkpoint_place
+from statekit.files.store_home import bucket_of
+from statekit.files.tree import WORK, StoredPlace
 from statekit.scale import running
 from statekit.scale.engine import carry_out
 from statekit.scale.work import Work, split
@@ -208,15 +211,26 @@ def test_a_work_whose_claim_was_swept_stops_and_is_split_again(work: Work, store
     assert statekit.check("s3://bucket/there").passed
 
 
-def test_a_work_whose_claim_somebody_deleted_goes_on(work: Work, store: Served) -> None:
+def test_a_claim_is_taken_while_other_processes_of_the_work_write(store: Served) -> None:
+    objects = bucket_of(cast(StoredPlace, checkpoint_place("s3://bucket/there")))[0]
+    objects.mark = "ours"
+    objects.create("there/part", b"1")
+    assert claim_target(objects, "there", (), "s3://bucket/there.work").mark == "ours"
+    objects.mark = "another"
+    objects.create("elsewhere/part", b"1")
+    objects.mark = "ours"
+    with pytest.raises(TargetExistsError):
+        claim_target(objects, "elsewhere", (), "s3://bucket/there.work")
+
+
+def test_drop_removes_the_objects_of_a_work_whose_claim_somebody_deleted(work: Work, store: Served) -> None:
     work.run(0)
     for name in [*below(store, WORK)]:
         del store.files[f"{WORK}{name}"]
-    with split(planned(), "s3://bucket/there.work", CUT) as again:
-        assert 0 not in again.missing()
-        done(again)
-        again.finish()
-    assert statekit.check("s3://bucket/there").passed
+    with pytest.raises(CommitError, match="taken over"):
+        work.run(1)
+    work.drop()
+    assert not store.files
 
 
 def test_drop_removes_what_the_work_put_and_nothing_else(work: Work, store: Served) -> None:

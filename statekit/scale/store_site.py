@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from statekit.errors import CommitError, NotFoundError, TargetExistsError
-from statekit.files.claims import Claim, claim_target, claims_of, is_complete, release, remove, taken_over
+from statekit.files.claims import Claim, claim_target, claims_of, is_complete, release, taken_over
 from statekit.files.homes import Entries, Home
 from statekit.files.manifest import digest_by
 from statekit.files.objects import Objects
@@ -169,17 +169,13 @@ class StoreSite:
 
     def end(self) -> None:
         self.create(FINISHED, b"finished")
-        claims = claims_of(self._objects, self._target_name)
-        if claims and claims[-1].mark == self._mark:
-            release(self._objects, claims[-1])
+        self._release()
 
     def drop(self) -> None:
         self.remove(DOCUMENT)  # nobody begins a task any more
-        claims = claims_of(self._objects, self._target_name)
-        if claims and claims[-1].mark == self._mark:
-            if not is_complete(self._objects, self._target_name):
-                remove(self._objects, claims[-1], (self._mark,))
-            release(self._objects, claims[-1])
+        if not self.exists(FINISHED) and not is_complete(self._objects, self._target_name):
+            self._objects.delete([*self._objects.below(self._target_name)], (self._mark,))
+        self._release()
         if left := self._objects.delete([*self._objects.below(self._name)], (self._mark,)):
             raise left_behind(self._place, [name.removeprefix(f"{self._name}/") for name in left])
 
@@ -197,6 +193,11 @@ class StoreSite:
         if not claims or claims[-1].mark != self._mark:
             raise taken_over(self._objects, self._target_name)
         return claims[-1]
+
+    def _release(self) -> None:
+        claims = claims_of(self._objects, self._target_name)
+        if claims and claims[-1].mark == self._mark:
+            release(self._objects, claims[-1])
 
     @contextmanager
     def _home(self, size: int) -> Iterator[StoreHome]:
