@@ -1,4 +1,4 @@
-"""`statekit work`: one conversion, carried out by many processes on any machines that see one folder."""
+"""`statekit work`: one conversion, carried out by many processes on any machines that see one folder or store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WATCHED = 2.0
 def command() -> None:
     """Carries out one conversion by many processes.
 
-    `split` makes a folder that all processes see. `run` runs tasks, on any machine and in any number of processes.
+    `split` makes a folder that all processes see, on a disk or in a store. `run` runs tasks, on any machine and in any number of processes.
     `finish` joins the parts, proves them, and gives the target its name. A killed process loses only its task: repeat
     the command. `statekit convert --on` does all three.
     """
