@@ -30,9 +30,9 @@ _WATCHED = 2.0
 def command() -> None:
     """Carries out one conversion by many processes.
 
-    `split` makes a folder that all processes see, on a disk or in a store. `run` runs tasks, on any machine and in any number of processes.
-    `finish` joins the parts, proves them, and gives the target its name. A killed process loses only its task: repeat
-    the command. `statekit convert --on` does all three.
+    `split` makes a folder that all processes see, on a disk or in a store. `run` runs tasks, on any machine and in any
+    number of processes. `finish` joins the parts, proves them, and gives the target its name. A killed process loses
+    only its task: repeat the command. `statekit convert --on` does all three.
     """
 
 
