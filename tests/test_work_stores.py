@@ -119,10 +119,10 @@ def test_a_kill_before_any_request_that_writes_loses_one_task(
             carried_out()
         except Killed:
             kills += 1
-            if (found := below(store, "there/")) != whole:  # the last kills are after the target is complete
+            if (there := below(store, "there/")) != whole:  # the last kills are after the target is complete
                 with pytest.raises(StatekitError):
                     statekit.inspect("s3://bucket/there")
-                assert FILE not in found or found.keys() == whole.keys()
+                assert FILE not in there or there.keys() == whole.keys()
         else:
             break
         writing[0] = 10**6
