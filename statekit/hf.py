@@ -20,7 +20,7 @@ from statekit.attestation.faults import fault
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import ref_of
 from statekit.conversion.open_state import chosen_container
-from statekit.errors import MissingExtraError, extra
+from statekit.errors import MissingExtraError, StatekitError, extra
 from statekit.files.durable import replace_file
 from statekit.state.param_names import NAMES_FILE, saved_names
 from statekit.state.run import TRAINER_ARGUMENTS
@@ -29,7 +29,7 @@ from statekit.tensors.tree import at
 try:
     from transformers.trainer_callback import TrainerCallback
 
-    from statekit.attestation.each_save import SealsEachSave
+    from statekit.attestation.each_save import SealsEachSave, tell
     from statekit.attestation.once import AttestsOnce
     from statekit.torch.attestation import attest, unwrapped
 except ModuleNotFoundError as error:
@@ -107,22 +107,28 @@ class NamesCallback(TrainerCallback):  # type: ignore[misc]  # its base is untyp
     """
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Writes the names, in the process that writes the checkpoint.
+        """Writes the names, in the process that writes the checkpoint; that they can't be written is printed."""
+        if problem := _write_names(args, state, given):
+            tell(problem)
 
-        Raises:
-            CommitError, TargetExistsError: They can't be written, or a link, folder or FIFO has their name.
-        """
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        optimizer, model = given.get("optimizer"), given.get("model")
-        if not state.is_world_process_zero or optimizer is None or model is None or not folder.is_dir():
-            return
-        saved = saved_names(unwrapped(model))
-        named = unwrapped(model).named_parameters()
-        names = {id(param): saved.get(name, name) for name, param in named}
-        groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
-        if all(name is not None for group in groups for name in group):
-            text = json.dumps({"param_groups": groups}, indent=1) + "\n"
+
+def _write_names(args: Any, state: Any, given: Mapping[str, Any]) -> str | None:
+    """Writes the names of parameters; returns why they can't be written: a full disk or a link ends no training."""
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    optimizer, model = given.get("optimizer"), given.get("model")
+    if not state.is_world_process_zero or optimizer is None or model is None or not folder.is_dir():
+        return None
+    saved = saved_names(unwrapped(model))
+    named = unwrapped(model).named_parameters()
+    names = {id(param): saved.get(name, name) for name, param in named}
+    groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
+    if all(name is not None for group in groups for name in group):
+        text = json.dumps({"param_groups": groups}, indent=1) + "\n"
+        try:
             replace_file(folder / NAMES_FILE, text.encode())
+        except StatekitError as error:
+            return f"{error}"
+    return None
 
 
 class SealCallback(SealsEachSave, NamesCallback):
@@ -139,10 +145,10 @@ class SealCallback(SealsEachSave, NamesCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Writes the names, and begins to seal."""
-        super().on_save(args, state, control, **given)
+        problem = _write_names(args, state, given)
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            self.begin(folder)
+            self.begin(folder, problem)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Waits for the last seal."""

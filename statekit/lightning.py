@@ -26,6 +26,10 @@ except ModuleNotFoundError as error:
 __all__ = ["AttestCallback", "SealCallback"]
 
 
+_WRITTEN = ("best_model_path", "last_model_path", "_last_checkpoint_saved")
+"""Where `ModelCheckpoint` keeps what it wrote; the last is neither, where it is the second best."""
+
+
 class AttestCallback(AttestsOnce, Callback):  # type: ignore[misc]  # its base is untyped
     """Attests a run of Lightning before its first update, when all is loaded.
 
@@ -88,11 +92,8 @@ class SealCallback(SealsEachSave, Callback):  # type: ignore[misc]  # its base i
         self.wait()
 
     def _look(self, trainer: Any) -> None:
-        written = {
-            path
-            for kept in trainer.checkpoint_callbacks
-            for path in (kept.best_model_path, kept.last_model_path)
-        }
+        # Other callbacks that save have none of these.
+        written = {getattr(kept, name, "") for kept in trainer.checkpoint_callbacks for name in _WRITTEN}
         for path in sorted(filter(None, written)) if trainer.is_global_zero else ():
             save = (path, written_at(path))
             if save not in self._seen:

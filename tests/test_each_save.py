@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
+import pickle
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +16,6 @@ import pytest
 
 import statekit
 from statekit.attestation.each_save import Save, SealsEachSave
-from statekit.errors import TargetExistsError
 from statekit.state.param_names import NAMES_FILE
 
 torch = pytest.importorskip("torch")
@@ -64,6 +68,93 @@ def test_what_the_hook_raises_is_raised_at_the_end(tmp_path: Path, monkeypatch: 
     seals.begin(tmp_path)
     with pytest.raises(ZeroDivisionError):
         seals.wait()
+
+
+def test_all_saves_are_handled_whatever_the_hook_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: the end of the training came before the second was sealed."""
+    slow = {tmp_path / "1": 0.0, tmp_path / "2": 0.2}
+    monkeypatch.setattr(
+        "statekit.attestation.each_save.sealed_and_examined", lambda path: time.sleep(slow[path]) or path
+    )
+    seals = SealsEachSave(lambda save: 1 / 0)
+    for path in slow:
+        seals.begin(path)
+    with pytest.raises(ZeroDivisionError):
+        seals.wait()
+    assert seals.saves == [*slow]
+
+
+@pytest.mark.parametrize("python", ["", None, "/nowhere/python"])
+def test_a_machine_that_starts_no_process_is_a_problem_of_the_save(
+    python: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: TypeError or FileNotFoundError at the end of the training, before what was behind it."""
+    seals = SealsEachSave(lambda save: None)
+    monkeypatch.setattr(sys, "executable", python)
+    seals.begin(tmp_path)
+    seals.wait()
+    (save,) = seals.saves
+    assert save.problem is not None and save.problem.startswith("seal: ")
+
+
+def test_a_system_that_starts_no_thread_is_a_problem_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    seals = SealsEachSave(lambda save: None)
+    monkeypatch.setattr("threading.Thread.start", none)
+    seals.begin(tmp_path)
+    seals.wait()
+    assert [save.problem for save in seals.saves] == ["seal: can't start new thread"]
+
+
+def test_callbacks_are_copied_and_pickled(tmp_path: Path) -> None:
+    """Seen red: Lightning's ddp_spawn and Keras Tuner ended before the first batch."""
+    seals = SealsEachSave()
+    for copied in (copy.deepcopy(seals), pickle.loads(pickle.dumps(seals))):
+        copied.begin(tmp_path / "nowhere")
+        copied.wait()
+        assert len(copied.saves) == 1 and seals.saves == []
+        assert copy.deepcopy(copied).saves == copied.saves
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_terminal_that_shows_no_name_stops_nothing(
+    closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: UnicodeEncodeError at the end of the training."""
+    shown = io.BytesIO()
+    terminal = io.TextIOWrapper(shown, "ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    if closed:
+        terminal.close()
+    seals = SealsEachSave()
+    seals.begin(tmp_path / "\u00fc")
+    seals.wait()
+    assert closed or b"\\xfc" in shown.getvalue()
+
+
+def test_lightning_saves_by_other_callbacks_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: AttributeError at the first batch, beside OnExceptionCheckpoint; the second best was not sealed."""
+    pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    from statekit.lightning import SealCallback
+
+    writes, begun = ModelCheckpoint("run"), list[str]()
+    writes.best_model_path, writes._last_checkpoint_saved = "best", "second"
+    trainer = SimpleNamespace(
+        checkpoint_callbacks=[OnExceptionCheckpoint("run"), writes], is_global_zero=True
+    )
+    seals = SealCallback()
+    monkeypatch.setattr(seals, "begin", begun.append)
+    for _ in range(2):
+        seals.on_train_batch_start(trainer, None, None, 0)
+    assert begun == ["best", "second"]
 
 
 @pytest.mark.slow
@@ -194,10 +285,29 @@ def test_files_of_keras_are_found_whatever_they_are_called(
     assert [Path(path).name for path in begun] == ["01-0.50{x}.keras"]
 
 
-def test_names_go_into_no_other_file(tmp_path: Path) -> None:
-    """Seen red: what a link led to was written over."""
+def test_batches_do_not_wait_for_a_large_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: each batch listed it."""
+    statekit_tensorflow = pytest.importorskip("statekit.tensorflow")
+    seals = statekit_tensorflow.SealCallback(str(tmp_path / "{epoch}.keras"))
+    looks = list[str]()
+    monkeypatch.setattr(
+        "statekit.tensorflow.attestation.glob",
+        lambda pattern: time.sleep(0.05) or looks.append(pattern) or [],
+    )
+    for batch in range(30):
+        seals.on_train_batch_begin(batch)
+    assert len(looks) == 1
+    seals.on_epoch_begin(1)
+    seals.on_train_end()
+    assert len(looks) == 3
+
+
+def test_names_go_into_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: what a link led to was written over; then the link ended the training."""
     pytest.importorskip("transformers")
-    from statekit.hf import NamesCallback
+    from statekit.hf import NamesCallback, SealCallback
 
     folder, other = tmp_path / "checkpoint-3", tmp_path / "other"
     folder.mkdir()
@@ -207,8 +317,13 @@ def test_names_go_into_no_other_file(tmp_path: Path) -> None:
     args = SimpleNamespace(output_dir=str(tmp_path))
     state = SimpleNamespace(global_step=3, is_world_process_zero=True)
     given = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    with pytest.raises(TargetExistsError):
-        NamesCallback().on_save(args, state, None, **given)
+    NamesCallback().on_save(args, state, None, **given)
+    assert NAMES_FILE in capsys.readouterr().out
+    seals = SealCallback()
+    begun = list[tuple[Any, ...]]()
+    monkeypatch.setattr(seals, "begin", lambda *given: begun.append(given))
+    seals.on_save(args, state, None, **given)
+    assert begun[0][0] == folder and NAMES_FILE in begun[0][1]
     assert other.read_text() == "mine"
     (folder / NAMES_FILE).unlink()
     NamesCallback().on_save(args, state, None, **given)

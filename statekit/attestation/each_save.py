@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -68,25 +69,42 @@ class SealsEachSave:
         super().__init__()
         self.saves: list[Save] = []
         self._on_save = on_save or _print_failed
-        self._pool = ThreadPoolExecutor(1, "statekit seals")
+        self._pool: ThreadPoolExecutor | None = None
         self._begun: list[Future[None]] = []
 
-    def begin(self, path: str | PathLike[str]) -> None:
-        """Has a checkpoint sealed, and returns at once."""
-        self._begun.append(self._pool.submit(self._handle, Path(path)))
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: libraries copy and pickle callbacks, and no copy has begun anything."""
+        return {**self.__dict__, "_pool": None, "_begun": []}
+
+    def begin(self, path: str | PathLike[str], problem: str | None = None) -> None:
+        """Has a checkpoint sealed, and returns at once.
+
+        Args:
+            path: The checkpoint.
+            problem: What is wrong with it already, if something is.
+        """
+        self._pool = self._pool or ThreadPoolExecutor(1, "statekit seals")
+        try:
+            self._begun.append(self._pool.submit(self._handle, Path(path), problem))
+        except RuntimeError as error:  # the system starts no thread
+            self._take(Save(Path(path), None, (), f"seal: {error}"))
 
     def wait(self) -> None:
         """Waits until all checkpoints are handled.
 
         Raises:
-            Exception: What `on_save` raised.
+            Exception: What `on_save` raised first.
         """
         begun, self._begun = self._begun, []
+        wait(begun)
         for future in begun:
             future.result()
 
-    def _handle(self, path: Path) -> None:
+    def _handle(self, path: Path, problem: str | None) -> None:
         save = sealed_and_examined(path)
+        self._take(save if problem is None else replace(save, problem=problem))
+
+    def _take(self, save: Save) -> None:
         self.saves.append(save)
         self._on_save(save)
 
@@ -117,7 +135,10 @@ def sealed_and_examined(path: Path) -> Save:
 def _verb(name: str, path: Path) -> tuple[dict[str, Any], str | None]:
     """Returns what a verb prints, and None; or nothing, and why it failed."""
     command: Sequence[str] = (sys.executable, "-P", "-m", "statekit", name, "--json", "--", str(path))
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except Exception as error:  # no Python to call, no descriptor, no memory: the run goes on
+        return {}, f"{name}: {type(error).__name__}: {error}"
     try:
         printed = json.loads(ended.stdout)
     except ValueError:
@@ -129,4 +150,11 @@ def _verb(name: str, path: Path) -> tuple[dict[str, Any], str | None]:
 
 def _print_failed(save: Save) -> None:
     if not save.passed:
-        print(save)
+        tell(save)
+
+
+def tell(text: object) -> None:
+    """Prints what a run is told. What a terminal can't show is escaped; that nothing can be printed stops no run."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with suppress(OSError, ValueError):  # the second where it is closed
+        print(f"{text}".encode(encoding, "backslashreplace").decode(encoding))

@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any
 
 from statekit.attestation.attestation import Attestation
+from statekit.attestation.each_save import tell
 
 
 class AttestsOnce:
@@ -42,6 +43,6 @@ class AttestsOnce:
             return
         self.result = attest()
         if speaks or not self.result.passed:
-            print(self.result)
+            tell(self.result)
         if self.strict:
             self.result.check()

@@ -9,6 +9,7 @@ from functools import partial
 from glob import escape, glob
 from os import PathLike
 from string import Formatter
+from time import monotonic
 from typing import Any, Unpack
 
 import keras
@@ -180,6 +181,10 @@ class AttestCallback(AttestsOnce, keras.callbacks.Callback):  # type: ignore[mis
         self._once(lambda: attest(self.model.optimizer, self.model, self.path, **self.options))
 
 
+_PAUSE = 20
+"""How many times as long as a look into a folder took no batch looks again: large folders and networks are slow."""
+
+
 class SealCallback(SealsEachSave, keras.callbacks.Callback):  # type: ignore[misc]  # its base is untyped
     """Seals each file that `ModelCheckpoint` writes, and has doctor look into it.
 
@@ -198,10 +203,15 @@ class SealCallback(SealsEachSave, keras.callbacks.Callback):  # type: ignore[mis
         super().__init__(on_save)
         parts = Formatter().parse(os.fspath(filepath))
         self._pattern = "".join(escape(text) + "*" * (field is not None) for text, field, *_ in parts)
-        self._seen = self._written()
+        self._seen, self._next_look = self._written(), 0.0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begins to seal what was written since the batch before."""
+        """Begins to seal what was written since the batch before, where looking for it takes little of the time."""
+        if monotonic() >= self._next_look:
+            self._look()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begins to seal what was written since."""
         self._look()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -210,7 +220,8 @@ class SealCallback(SealsEachSave, keras.callbacks.Callback):  # type: ignore[mis
         self.wait()
 
     def _look(self) -> None:
-        written = self._written()
+        begun, written = monotonic(), self._written()
+        self._next_look = monotonic() + _PAUSE * (monotonic() - begun)
         for path in sorted(written - self._seen):
             self.begin(path[0])
         self._seen |= written
