@@ -75,9 +75,12 @@ def test_all_saves_are_handled_whatever_the_hook_raises(
 ) -> None:
     """Seen red: the end of the training came before the second was sealed."""
     slow = {tmp_path / "1": 0.0, tmp_path / "2": 0.2}
-    monkeypatch.setattr(
-        "statekit.attestation.each_save.sealed_and_examined", lambda path: time.sleep(slow[path]) or path
-    )
+
+    def handled(path: Path) -> Path:
+        time.sleep(slow[path])
+        return path
+
+    monkeypatch.setattr("statekit.attestation.each_save.sealed_and_examined", handled)
     seals = SealsEachSave(lambda save: 1 / 0)
     for path in slow:
         seals.begin(path)
@@ -290,10 +293,13 @@ def test_batches_do_not_wait_for_a_large_folder(tmp_path: Path, monkeypatch: pyt
     statekit_tensorflow = pytest.importorskip("statekit.tensorflow")
     seals = statekit_tensorflow.SealCallback(str(tmp_path / "{epoch}.keras"))
     looks = list[str]()
-    monkeypatch.setattr(
-        "statekit.tensorflow.attestation.glob",
-        lambda pattern: time.sleep(0.05) or looks.append(pattern) or [],
-    )
+
+    def listed(pattern: str) -> list[str]:
+        time.sleep(0.05)
+        looks.append(pattern)
+        return []
+
+    monkeypatch.setattr("statekit.tensorflow.attestation.glob", listed)
     for batch in range(30):
         seals.on_train_batch_begin(batch)
     assert len(looks) == 1
