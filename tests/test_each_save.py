@@ -86,7 +86,7 @@ def test_all_saves_are_handled_whatever_the_hook_raises(
         seals.begin(path)
     with pytest.raises(ZeroDivisionError):
         seals.wait()
-    assert seals.saves == [*slow]
+    assert list[Any](seals.saves) == [*slow]
 
 
 @pytest.mark.parametrize("python", ["", None, "/nowhere/python"])
