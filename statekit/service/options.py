@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict, cast, get_args, get_type_hints
 
 import typing_extensions
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -78,6 +79,21 @@ def _region(value: Sequence[int]) -> Sequence[int]:
     return value
 
 
+def _of_texts(value: Any) -> Any:
+    """Refuses a list or names with anything but texts as one fault: pydantic makes one of each item."""
+    items = (*value, *value.values()) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping | list | tuple) and not all(map(_is_text, items)):
+        raise ValueError
+    return value
+
+
+def _short(value: Any) -> Any:
+    """Refuses as one fault what has more items than any region or target."""
+    if isinstance(value, Sized) and len(value) > 4:
+        raise ValueError
+    return value
+
+
 _Number: TypeAlias = Annotated[int, Field(ge=-_MOST, le=_MOST, description="a whole number")]
 _Text: TypeAlias = Annotated[
     str,
@@ -86,14 +102,18 @@ _Text: TypeAlias = Annotated[
 _Flag: TypeAlias = Annotated[bool, Field(description="true or false")]
 _Count: TypeAlias = Annotated[int, Field(ge=0, le=_MOST, description="a whole number from 0 on")]
 _Real: TypeAlias = Annotated[float, AfterValidator(_plain), Field(description="a number")]
-_Texts: TypeAlias = Annotated[Sequence[_Text], Field(max_length=100_000, description="a list of texts")]
+_Texts: TypeAlias = Annotated[
+    Sequence[_Text], BeforeValidator(_of_texts), Field(max_length=100_000, description="a list of texts")
+]
 _Values: TypeAlias = Annotated[
-    Mapping[str, Any], AfterValidator(_plain), Field(description="names with plain values")
+    Mapping[str, Any], BeforeValidator(_plain), Field(description="names with plain values")
 ]
 _Words: TypeAlias = Annotated[
     _Text | _Texts | _Values, Field(description="text, a list of texts, or names with texts")
 ]
-_Renaming: TypeAlias = Annotated[Mapping[_Text, _Text], Field(description="patterns with replacements")]
+_Renaming: TypeAlias = Annotated[
+    Mapping[_Text, _Text], BeforeValidator(_of_texts), Field(description="patterns with replacements")
+]
 _Step: TypeAlias = Annotated[
     _Number | Literal["keep", "reset"], Field(description="keep, reset or a whole number")
 ]
@@ -109,6 +129,7 @@ _Bytes: TypeAlias = Annotated[
 ]
 _Region: TypeAlias = Annotated[
     Sequence[_Count],
+    BeforeValidator(_short),
     Field(
         min_length=4,
         max_length=4,
@@ -135,6 +156,7 @@ class Target(typing_extensions.TypedDict):
 
 _Target: TypeAlias = Annotated[
     Target,
+    BeforeValidator(_short),
     Field(description='{"root": number, "path": relative path}'),
     WithJsonSchema(TypeAdapter(Target).json_schema()),
 ]
@@ -294,6 +316,7 @@ def _model(form: Any) -> type[BaseModel]:
 
 MODELS: Mapping[Kind, type[BaseModel]] = {kind: _model(form) for kind, form in FORMS.items()}
 """The same, as they are checked and described."""
+_LONG = (f"are longer than {MOST_BYTES} bytes", "options")
 FILES = ("like", "init_missing")
 """Options that name a further checkpoint, which the job reads."""
 
@@ -322,12 +345,10 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
             found=len(subjects),
         )
     given = {key: value for key, value in options.items() if value is not None}
-    faults = Faults(_option_faults(name, given, len(subjects)))
+    faults = Faults(_option_faults(name, given, len(subjects)) if _is_small(given) else [_LONG])
     for number, times in Counter(subjects).items():
         if times > 1:
             faults.add(f"is named {times} times: a job is about each checkpoint once", f"subjects: {number}")
-    if not faults and len(json.dumps(given)) > MOST_BYTES:
-        faults.add(f"are longer than {MOST_BYTES} bytes", "options")
     faults.check(
         UsageError,
         f"The job can't be taken as it is asked for ({kind})",
@@ -337,17 +358,23 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
     return given
 
 
+def _is_small(options: Mapping[str, Any]) -> bool:
+    try:
+        return len(json.dumps(options, default=repr)) <= MOST_BYTES
+    except (RecursionError, ValueError):  # lists within lists, and in themselves
+        return False
+
+
 def _option_faults(kind: Kind, given: Mapping[str, Any], subjects: int) -> Iterator[tuple[str, str]]:
     """Yields what is wrong with options of a job about some number of checkpoints, and where."""
     fields = MODELS[kind].model_fields
+    yield from (("is no option of this kind of job", name[:100]) for name in given if name not in fields)
     try:
-        MODELS[kind].model_validate(given)
+        MODELS[kind].model_validate({name: given[name] for name in fields if name in given})
     except ValidationError as error:
         faults = {str(fault["loc"][0]): fault["type"] for fault in error.errors()}
         for name, fault in faults.items():
-            if name not in fields:
-                yield "is no option of this kind of job", name[:100]
-            elif fault == "missing" and name not in given:
+            if fault == "missing" and name not in given:
                 yield f"is missing: {fields[name].description}", name
             else:
                 yield f"isn't what it must be: {fields[name].description}", name

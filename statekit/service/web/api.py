@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Security
 from fastapi.dependencies.models import Dependant
 from fastapi.security import HTTPBearer
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from statekit.errors import Faults, UsageError, meant
@@ -26,6 +27,8 @@ MOST_PLACE = 2**31
 """How far a place in a list may be from its beginning."""
 MOST_CURSOR = 1024
 MOST_TEXT = 500
+MOST_NAMES = 20
+"""Names that a body may have before it is looked at; none needs as many."""
 
 
 def data(value: Any) -> Response:
@@ -126,7 +129,15 @@ Limit: TypeAlias = Annotated[int, Query(ge=1, le=MOST_ITEMS, description="Items 
 class Body(BaseModel):
     """The body of a request: what isn't known is refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_names(cls, body: Any) -> Any:
+        """Refuses names that nobody knows as one fault where they are many: pydantic makes one of each."""
+        if isinstance(body, Mapping) and len(body) > MOST_NAMES:
+            raise ValueError(f"has {len(body)} names, and {MOST_NAMES} are the most")
+        return body
 
 
 class TagBody(Body):

@@ -59,7 +59,7 @@ def _by_kind(schema: dict[str, Any]) -> None:
 class JobBody(Body):
     """Work to ask for."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra=_by_kind)
+    model_config = ConfigDict(json_schema_extra=_by_kind)
 
     kind: Kind
     subjects: Annotated[list[Number], Field(min_length=1, max_length=MOST_SUBJECTS)]
