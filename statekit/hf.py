@@ -18,7 +18,7 @@ from typing import Any
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.faults import fault
 from statekit.conversion import registry
-from statekit.conversion.checkpoint_ref import ref_of
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.open_state import chosen_container
 from statekit.errors import MissingExtraError, StatekitError, extra
 from statekit.files.durable import replace_file
@@ -54,7 +54,7 @@ class AttestCallback(AttestsOnce, TrainerCallback):  # type: ignore[misc]  # its
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Forgets what was said of an earlier run."""
-        self.result = None
+        self._forget()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attests, the first time.
@@ -79,7 +79,7 @@ class AttestCallback(AttestsOnce, TrainerCallback):  # type: ignore[misc]  # its
         self._once(attested, state.is_world_process_zero)
 
 
-def clipping_faults(path: str | PathLike[str], limit: float | None) -> list[Finding]:
+def clipping_faults(path: CheckpointRef | str | PathLike[str], limit: float | None) -> list[Finding]:
     """Returns what is wrong with the norm to which a live Trainer clips gradients: its optimizer doesn't show it.
 
     Source: huggingface/transformers, trainer.py, `Trainer._clip_grad_norm`: None and 0 clip nothing.

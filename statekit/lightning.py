@@ -44,7 +44,7 @@ class AttestCallback(AttestsOnce, Callback):  # type: ignore[misc]  # its base i
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Forgets what was said of an earlier run."""
-        self.result = None
+        self._forget()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Attests, the first time.

@@ -16,6 +16,8 @@ import pytest
 
 import statekit
 from statekit.attestation.each_save import Save, SealsEachSave
+from statekit.attestation.once import AttestsOnce
+from statekit.errors import CorruptError, UsageError
 from statekit.state.param_names import NAMES_FILE
 
 torch = pytest.importorskip("torch")
@@ -343,3 +345,22 @@ def test_what_is_printed_of_a_save_is_one_line_for_any_name(name: bytes) -> None
     shown = f"{Save(Path(os.fsdecode(name)), None, (), 'seal: gone')}"
     assert shown.isprintable() and shown.endswith(": seal: gone")
     shown.encode()
+
+
+def test_a_run_that_asked_for_no_stop_is_attested_or_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen red: a cut file ended a run with `strict=False` at its first step, and a misspelt option did."""
+    tries = []
+
+    def attest() -> Any:
+        tries.append(1)
+        raise CorruptError("A zip archive is cut off.")
+
+    gentle = AttestsOnce("run", strict=False, generators=True)
+    for _ in range(3):
+        gentle._once(attest)
+    assert len(tries) == 1 and gentle.result is None
+    assert "not attested: A zip archive is cut off." in capsys.readouterr().out
+    with pytest.raises(CorruptError):
+        AttestsOnce("run")._once(attest)
+    with pytest.raises(UsageError):
+        AttestsOnce("run", strict=False, layuot="x")

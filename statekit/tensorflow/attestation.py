@@ -170,7 +170,7 @@ class AttestCallback(AttestsOnce, keras.callbacks.Callback):  # type: ignore[mis
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Forgets what was said of an earlier run."""
-        self.result = None
+        self._forget()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Attests, the first time.
