@@ -29,10 +29,11 @@ from sqlalchemy import event, text
 import statekit
 from goldens import GOLDEN
 from statekit.errors import CommitError, CorruptError, NotFoundError, RefusedError, StatekitError, UsageError
-from statekit.service import roots
+from statekit.service import roots, scanning
 from statekit.service.catalogue import Catalogue
 from statekit.service.database import FILE, OWNER, Database, Ownership
 from statekit.service.lineage import MOST_NODES, lineage_of
+from statekit.service.mending import mend
 from statekit.service.records import Query
 from statekit.service.runs import runs_below
 from statekit.service.server import _tried
@@ -134,6 +135,39 @@ def test_a_folder_with_a_part_that_is_cut_off_is_one_checkpoint_that_cannot_be_r
     catalogue.scan()
     [broken] = catalogue.checkpoints().items
     assert broken.path == "best" and broken.unreadable is not None and "zip archive" in broken.unreadable
+
+
+def test_what_comes_while_a_scan_looks_costs_nothing_that_is_there(
+    database: Database, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: a save during a scan had the whole root taken for what went, and all in it for gone.
+
+    The catalogue was also said to be mended at each scan, while it had no runs.
+    """
+    shutil.rmtree(root / "run")
+    shutil.copy(TORCH, root / "first.pt")
+    catalogue = Catalogue(database, [root])
+    catalogue.scan()
+    with database.writing() as connection:
+        assert mend(connection, 1) == 0
+    listing = scanning.listed
+
+    def listed(place: Path) -> scanning.Folder:
+        top = listing(place)
+        for name in ("second.pt", "torch/third.pt", "new/fourth.pt"):
+            (root / name).parent.mkdir(exist_ok=True)
+            shutil.copy(TORCH, root / name)
+        return top
+
+    monkeypatch.setattr(scanning, "listed", listed)
+    assert catalogue.scan().gone == 0
+    monkeypatch.undo()
+    last = catalogue.scan()
+    assert (last.new, last.gone) == (3, 0)
+    everything = catalogue.checkpoints(Query(status="any", sort="path")).items
+    assert [one.path for one in everything] == [
+        "first.pt", "new/fourth.pt", "second.pt", "torch/a.pt", "torch/third.pt",
+    ]  # fmt: skip
 
 
 def test_the_steps_of_a_trainer_are_one_run(database: Database, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def _odd_rows(connection: Connection, table: Table) -> dict[int, set[str]]:
     """Returns the rows with odd values, by their numbers, and the columns of these."""
     odd = {column.name: _is_odd(column) for column in table.c if isinstance(column.type, Held)}
     if "run" in odd:
-        odd["run"] |= table.c.run.not_in(select(RUNS.c.id))
+        odd["run"] |= table.c.run.is_not(None) & table.c.run.not_in(select(RUNS.c.id))
     chosen = select(table.c.id, *(is_odd.label(name) for name, is_odd in odd.items())).where(
         or_(*odd.values())
     )

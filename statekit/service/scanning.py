@@ -371,18 +371,23 @@ class Scanner:
         answer = self._asked(request)
         nodes = self._parts(answer, top)
         if nodes is None:  # it can't be opened: it is where it was looked for
+            looked_for = top.child(self._relative(place["path"]))
+            if (
+                "path" in answer or looked_for is None
+            ):  # it came after the listing: the next scan sees all of it
+                return None, set()
             step = place["step"]
             guess = [
                 child
                 for child in (node.inside or {}).values()
                 if step is not None and _numbered(child.path, step)
             ]
-            nodes = guess[:1] or [top.child(self._relative(place["path"])) or node]
+            nodes = guess[:1] or [looked_for]
             answer = {
                 "path": nodes[0].path,
                 "parts": [],
                 "container": container,
-                **_unread(answer.get("unreadable", "It went while it was looked into.")),
+                **_unread(answer["unreadable"]),
             }
         self._known[key] = _remembered(self._stamp(nodes, top), answer, before)
         return self._of_answer(answer, nodes, top), {node.path for node in nodes}
