@@ -144,8 +144,7 @@ def test_what_comes_while_a_scan_looks_costs_nothing_that_is_there(
 
     The catalogue was also said to be mended at each scan, while it had no runs.
     """
-    shutil.rmtree(root / "run")
-    shutil.copy(TORCH, root / "first.pt")
+    shutil.copy(TORCH, root / "run" / "a.pt")
     catalogue = Catalogue(database, [root])
     catalogue.scan()
     with database.writing() as connection:
@@ -154,19 +153,20 @@ def test_what_comes_while_a_scan_looks_costs_nothing_that_is_there(
 
     def listed(place: Path) -> scanning.Folder:
         top = listing(place)
-        for name in ("second.pt", "torch/third.pt", "new/fourth.pt"):
-            (root / name).parent.mkdir(exist_ok=True)
+        for name in ("b.pt", "torch/c.pt"):
             shutil.copy(TORCH, root / name)
+        shutil.copytree(T5X, root / "run" / "checkpoint_5")
         return top
 
     monkeypatch.setattr(scanning, "listed", listed)
+    shutil.copy(TORCH, root / "run" / "b.pt")  # so that it is looked into again
     assert catalogue.scan().gone == 0
     monkeypatch.undo()
     last = catalogue.scan()
     assert (last.new, last.gone) == (3, 0)
     everything = catalogue.checkpoints(Query(status="any", sort="path")).items
     assert [one.path for one in everything] == [
-        "first.pt", "new/fourth.pt", "second.pt", "torch/a.pt", "torch/third.pt",
+        "b.pt", "run/a.pt", "run/b.pt", "run/checkpoint_4", "run/checkpoint_5", "torch/a.pt", "torch/c.pt",
     ]  # fmt: skip
 
 
