@@ -342,6 +342,44 @@ def test_a_slot_with_which_the_original_fails_is_refused(name: str, broken: Any,
         statekit.convert(tmp_path / "run.pt", tmp_path / "next.pt")
 
 
+SEVERAL_SLOTS = {
+    **{name: make for name, make in ORIGINALS.items() if not name.startswith(("SGD", "Adagrad"))},
+    "AdamW": torch.optim.AdamW,
+    "Adam with its maximum": lambda groups: torch.optim.Adam(groups, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_SLOTS)
+def test_a_slot_that_all_parameters_have_lost_makes_no_other_optimizer(name: str, tmp_path: Path) -> None:
+    """Seen red: AdamW without second moments was Lion, NAdam without mu_product RAdam, each of them BITWISE."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    optimizer = SEVERAL_SLOTS[name]([*model.parameters()])
+    update(model, optimizer, 0)
+    saved = optimizer.state_dict()
+    slots = [key for key, part in saved["state"][0].items() if key != "step" and part is not None]
+    for slot in slots:
+        state = {i: {k: v for k, v in kept.items() if k != slot} for i, kept in saved["state"].items()}
+        torch.save({"model": model.state_dict(), "optimizer": {**saved, "state": state}}, tmp_path / "run.pt")
+        with pytest.raises(StateError, match=r"doesn't fit|isn't whole"):
+            statekit.plan(tmp_path / "run.pt", tmp_path / "next.pt")
+        (examined,) = doctor(tmp_path / "run.pt")
+        assert {finding.name for finding in examined.findings} & {"undecodable", "slot-missing"}, slot
+
+
+def test_a_lion_whose_groups_have_no_epsilon_is_one(tmp_path: Path) -> None:
+    """The counterpart: what has one slot by design stays what it is."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 5)
+    state = {i: {"exp_avg": torch.rand_like(param)} for i, param in enumerate(model.parameters())}
+    for options, variant in (({}, "Lion"), ({"eps": 1e-8}, None)):
+        groups = [{"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0, **options, "params": [0, 1]}]
+        tree = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+        torch.save(tree, tmp_path / "run.pt")
+        with statekit.open(tmp_path / "run.pt") as opened:
+            assert opened.state.optimizer.variant == variant
+
+
 SLOTS_BY_DESIGN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "a slot that is zero yet": lambda param: {"row": torch.rand_like(param), "tide": torch.zeros_like(param)},
     "a slot in fewer bits": lambda param: {"row": torch.rand_like(param), "tide": param.detach().bfloat16()},

@@ -39,6 +39,10 @@ WRAPPED = "__bnb_optimizer_quant_state__"
 
 _TELLING = 5
 """How many options tell an optimizer that has lost slots; fewer are those of several."""
+_OF_MANY = frozenset({"betas", "decoupled_weight_decay", "maximize"})
+"""Options of several classes without a schema."""
+_OF_TORCH = frozenset({"differentiable", "foreach", "maximize"})
+"""Options that together only PyTorch's own classes have."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Signature:
         called: The class under whose name the file has the state; without it the state is another's.
         asked: Whether its state is also another's: somebody has to say whose rule it is.
         shaped: Of an optimizer without a schema, the slots that have their parameter's shape in every state of it.
+        switched: Options that demand a slot where they are on -> that slot.
     """
 
     name: str
@@ -84,6 +89,7 @@ class Signature:
     called: str = ""
     asked: bool = False
     shaped: tuple[str, ...] = ()
+    switched: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tells whether an optimizer has its slots and no others, and its options in every group.
@@ -254,9 +260,9 @@ def signature_of(parts: Parts, variants: Mapping[str, str] = MappingProxyType({}
         parts: The optimizer.
         variants: Whose rule it is, by schema, if somebody says so.
 
-    Groups without parameters say nothing, as torch.distributed takes their options. Slots are lost where the many
-    options of a group are those of a schema's optimizer, and some of its slots, but not all, are there: decoding lists
-    what is missing.
+    Groups without parameters say nothing, as torch.distributed takes their options. Slots are lost where a group's
+    options are those of a schema's optimizer or of a class of PyTorch, and some of its slots, but not all, are there:
+    decoding lists what is missing.
     """
     slots = {str(slot) for record in parts.state.values() for slot in unwrapped_record(record)}
     slots |= parts.common.keys()
@@ -286,8 +292,12 @@ def _candidates(place: Path) -> list[Signature]:
 
 def _has_lost(signature: Signature, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:
     left = {*slots} - {STEP}
-    is_telling = signature.schema is not None and len(signature.options) >= _TELLING
-    return is_telling and bool(left) and left < {*signature.slots} and signature.fits(signature.slots, groups)
+    is_telling = signature.schema is not None and len(signature.options) + len(signature.fixed) >= _TELLING
+    if signature.schema is None and signature.shaped:
+        own = {*signature.options} - _usual() - _OF_MANY
+        is_telling = bool(own) or all(group.keys() >= _OF_TORCH for group in groups)
+    is_part = bool(left) and left <= {*signature.slots, *signature.more} and not left >= {*signature.slots}
+    return is_telling and is_part and signature.fits(signature.slots, groups)
 
 
 def unwrapped_record(record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -126,7 +126,11 @@ def read_records(records: Mapping[str, Mapping[Any, Any]]) -> NativeRecords:
 
 
 def misfits_of(
-    record: Mapping[Any, Any], signature: Signature | None, shape: Shape, counts: bool
+    record: Mapping[Any, Any],
+    signature: Signature | None,
+    shape: Shape,
+    counts: bool,
+    options: Mapping[Any, Any],
 ) -> Iterator[tuple[str, str]]:
     """Yields the slots of a parameter with which the class that keeps them can't go on, each with its fault.
 
@@ -135,6 +139,7 @@ def misfits_of(
         signature: The class.
         shape: The parameter's.
         counts: Whether the class counts updates; SGD doesn't, and begins a momentum that isn't there anew.
+        options: Those of the parameter's group.
     """
     if signature is None or not signature.shaped or not record:
         return
@@ -142,8 +147,10 @@ def misfits_of(
         slot = record.get(name)
         if isinstance(slot, Tensor) and slot.shape != shape:
             yield f"has shape {slot.shape}, expected {shape}", name
-    if counts:
-        yield from (("isn't there", name) for name in (STEP, *signature.slots) if record.get(name) is None)
+    needed = [slot for option, slot in signature.switched.items() if options.get(option)]
+    needed += [STEP] if counts else []
+    needed += signature.slots if counts or len(signature.slots) > 1 else []
+    yield from (("isn't there", name) for name in needed if record.get(name) is None)
 
 
 def _shared(steps: Sequence[Any]) -> dict[str, bool]:

@@ -775,7 +775,13 @@ def _records(
     pairs = ((names.get(index), record) for index, record in parts.state.items())
     records = {path_of(name): record for name, record in pairs if name is not None and name in parts.model}
     others = {path: record for path, record in records.items() if kind_of[path].is_native}
-    faults += _misfits(others, {path_of(name): tensor.shape for name, tensor in parts.model.items()}, kind_of)
+    options = {
+        path_of(name): group
+        for group, numbers in zip(parts.groups, order.groups, strict=True)
+        for name in numbers
+    }
+    shapes = {path_of(name): tensor.shape for name, tensor in parts.model.items()}
+    faults += _misfits(others, shapes, kind_of, options)
     return {path: record for path, record in records.items() if path not in others}, native.read_records(
         others
     )
@@ -785,12 +791,14 @@ def _misfits(
     records: Mapping[str, Mapping[str, Any]],
     shapes: Mapping[str, Shape],
     kind_of: Mapping[str, TorchOptimizer],
+    options: Mapping[str, Mapping[Any, Any]],
 ) -> Iterator[tuple[str, str]]:
     """Yields the slots with which classes without a schema can't go on, and whose they are."""
     counted = {id(kind_of[path]) for path, record in records.items() if STEP in record}
     for path, record in records.items():
         kind = kind_of[path]
-        for fault, slot in native.misfits_of(record, kind.signature, shapes[path], id(kind) in counted):
+        counts = id(kind) in counted
+        for fault, slot in native.misfits_of(record, kind.signature, shapes[path], counts, options[path]):
             yield f"slot {slot} {fault}", path
 
 
