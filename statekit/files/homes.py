@@ -71,6 +71,10 @@ class Home(Protocol):
     def scratch(self) -> Path:
         """A folder of this machine for what is written only for a while."""
 
+    @property
+    def attempt(self) -> str:
+        """What ends the names of files that no other attempt may write: `-` and an identifier; "" if none may meet."""
+
     def file(
         self, name: str, synced: bool, taken: Callable[[int, memoryview], object] | None, seeks: bool
     ) -> AbstractContextManager[BinaryIO]:
@@ -117,6 +121,7 @@ class LocalHome:
         foreign: Whether that may be anything of anybody's; else it must be what was there at the beginning.
         mode: Permissions that its files may have at most.
         seen: What was there at the beginning, as `_facts_of` gives it.
+        attempt: As of `Home`: an attempt on a disk has a folder to itself.
     """
 
     _path: Path
@@ -126,6 +131,7 @@ class LocalHome:
     foreign: bool = False
     mode: int = 0o666
     seen: Facts = ()
+    attempt: str = ""
 
     @property
     def path(self) -> Place:

@@ -48,7 +48,8 @@ class Section:
         tensors: Name in the target -> tensor: all whose values lie in it, in their order.
         write: Writes it into a stage; returns plain JSON that the container's `join` needs of it.
         read: Opens it below a path, by what `write` returned: its tensors by their names in the target.
-        repeats: Whether writing it again gives the same files and bytes; of an OCDBT database it doesn't.
+        repeats: Whether writing it again gives the same files and bytes; of an OCDBT database it doesn't, so that the
+            names of its files have `Stage.attempt`.
         record: The type of what `write` returns.
         rows: How long that is, if it is `Rows`.
         files: What the names of its files begin with; the section's name if none is given.

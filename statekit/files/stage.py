@@ -132,6 +132,11 @@ class Stage:
     def kind(self) -> TargetKind:
         return self.home.kind
 
+    @property
+    def attempt(self) -> str:
+        """What ends the names of files that another attempt would write with other bytes; "" where none may meet."""
+        return self.home.attempt
+
     @contextmanager
     def file(self, relative: str = "", synced: bool = True, seeks: bool = False) -> Iterator[BinaryIO]:
         """Opens one new file of a folder for writing, or, with `""`, the target itself.

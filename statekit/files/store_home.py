@@ -129,14 +129,26 @@ class StoreHome:
         kind: What is written.
         scratch: A folder of this machine.
         total: Bytes of all tensors.
+        attempt: As of `Home`.
+        joins: Whether what is written joins what others wrote: all of it is held, then, until `put_held`.
 
     Attributes:
         stored: What was put, by name in the bucket.
+        held: What is in memory, by name in the bucket.
     """
 
     def __init__(
-        self, objects: Objects, claim: Claim, target: StoredPlace, kind: TargetKind, scratch: Path, total: int
+        self,
+        objects: Objects,
+        claim: Claim,
+        target: StoredPlace,
+        kind: TargetKind,
+        scratch: Path,
+        total: int,
+        attempt: str = "",
+        joins: bool = False,
     ) -> None:
+        self.attempt, self._joins = attempt, joins
         self._target, self._kind, self._scratch = target, kind, scratch
         self._objects, self._claim, self._total = objects, claim, total
         self._rank = ranks(claim.entries)
@@ -144,7 +156,7 @@ class StoreHome:
         self._tree = ListedTree(objects.store, objects.place, self._name)
         self.stored: dict[str, Facts] = {}
         self._digests: dict[str, str] = {}
-        self._held: dict[str, bytes] = {}
+        self.held: dict[str, bytes] = {}
         self._single: _Held | None = None
 
     @property
@@ -161,7 +173,7 @@ class StoreHome:
 
     @property
     def path(self) -> StoredPlace:
-        tree = OverlayTree(self._tree, self.stored, self._held)
+        tree = OverlayTree(self._tree, self.stored, self.held)
         return StoredPlace(ReadAhead(tree), PurePosixPath(self._name))
 
     @contextmanager
@@ -169,12 +181,12 @@ class StoreHome:
         self, name: str, synced: bool, taken: Callable[[int, memoryview], object] | None, seeks: bool
     ) -> Iterator[BinaryIO]:
         whole = f"{self._name}/{name}" if name else self._name
-        if whole in self.stored or whole in self._held:
+        if whole in self.stored or whole in self.held:
             raise CommitError("A file of a target is written twice.", place=f"{self._objects.place}/{whole}")
-        if name and self._rank(name) >= 0:
+        if name and (self._joins or self._rank(name) >= 0):
             entry = io.BytesIO()
             yield entry
-            self._held[whole] = entry.getvalue()
+            self.held[whole] = entry.getvalue()
             return
         output = _Held(self._objects, whole, self._total)
         if seeks:
@@ -188,6 +200,19 @@ class StoreHome:
             raise
         if synced and not seeks:  # what is laid out on this machine is completed there
             self._end(output)
+
+    def put_held(self, held: Mapping[str, bytes]) -> None:
+        """Puts what joins the files of others, but for the files by which readers find them.
+
+        Args:
+            held: What takes the place of `held`.
+        """
+        self._joins, self.held = False, {}
+        for name, data in held.items():
+            if self._rank(name) >= 0:
+                self.held[name] = data
+            else:
+                self.stored[name] = self._objects.create(name, data)
 
     def take(self, facts: Facts) -> None:
         """Takes an object that another process put for a file of the target."""
@@ -212,7 +237,7 @@ class StoreHome:
         check_space(self.target, self.scratch, self._total)
         folder = self.scratch / "folder" / name
         with writing(folder):
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)  # an earlier one may have left the folders above it
         yield folder
         # What a library finds the others by lies at the top.
         for file in sorted(files_below(folder), key=lambda file: (-file.count("/"), file)):
@@ -226,7 +251,7 @@ class StoreHome:
     def names(self) -> list[str]:
         if self.kind == "file":
             return [self.target.name]
-        names = (name.removeprefix(f"{self._name}/") for name in (*self.stored, *self._held))
+        names = (name.removeprefix(f"{self._name}/") for name in (*self.stored, *self.held))
         return sorted(name for name in names if name != FILE)
 
     def hold(self) -> None:
@@ -246,7 +271,7 @@ class StoreHome:
         return rest, None
 
     def write_manifest(self, data: bytes) -> None:
-        self._held[f"{self._name}/{FILE}"] = data
+        self.held[f"{self._name}/{FILE}"] = data
 
     def publish(self, files: Entries) -> None:
         digests = {name.removeprefix(f"{self._name}/"): digest for name, digest in self._digests.items()}
@@ -261,8 +286,8 @@ class StoreHome:
                 remedy="try again; nothing was left at the target",
             )
         check_held(self._objects, self._claim)
-        for name in sorted(self._held, key=lambda name: (self._rank(name), -name.count("/"), name)):
-            self._objects.create(name, self._held[name])
+        for name in sorted(self.held, key=lambda name: (self._rank(name), -name.count("/"), name)):
+            self._objects.create(name, self.held[name])
 
 
 @contextmanager

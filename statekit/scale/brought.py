@@ -8,7 +8,9 @@ identities that it was told by the store itself; of a torn file none.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import cast
 
 from blake3 import blake3
 
@@ -29,9 +31,9 @@ def brought_of(place: Place) -> bytes:
     brought = tree.brought()
     ends = accumulate(len(data) for _, _, data in brought)
     runs = [run for run, end in zip(brought, ends, strict=True) if end <= MOST_BYTES]
-    heading = [(facts.name, facts.identity, start, len(data)) for facts, start, data in runs]
-    rest = b"".join([json.dumps(heading).encode("ascii"), b"\n", *(data for _, _, data in runs)])
-    return blake3(rest).hexdigest().encode("ascii") + b"\n" + rest
+    return packed(
+        [(facts.name, facts.identity, start) for facts, start, _ in runs], [data for _, _, data in runs]
+    )
 
 
 def put_brought(place: Place, whole: bytes, file: Place) -> None:
@@ -46,16 +48,41 @@ def put_brought(place: Place, whole: bytes, file: Place) -> None:
         FormatError: The file isn't what a split writes.
     """
     tree = _tree(place)
+    if tree is None:
+        return
+    for (name, identity, start), data in unpacked(whole, file):
+        facts = tree.facts(name)
+        if facts is not None and facts.identity == identity:
+            tree.put(facts, start, data)
+
+
+def packed(heading: Sequence[tuple[str, str, int]], runs: Sequence[bytes | memoryview]) -> bytes:
+    """Returns runs of bytes as one file: its BLAKE3, a line of JSON with what each run is and its size, and the runs.
+
+    Args:
+        heading: A name, an identity and a position of each run.
+        runs: The runs.
+    """
+    sizes = [(*fields, len(data)) for fields, data in zip(heading, runs, strict=True)]
+    rest = b"".join([json.dumps(sizes).encode("ascii"), b"\n", *runs])
+    return blake3(rest).hexdigest().encode("ascii") + b"\n" + rest
+
+
+def unpacked(whole: bytes, file: Place) -> Iterator[tuple[tuple[str, str, int], memoryview]]:
+    """Yields what `packed` was given; nothing of a torn file.
+
+    Raises:
+        FormatError: It isn't what `packed` returns.
+    """
     digest, _, rest = whole.partition(b"\n")
-    if tree is None or blake3(rest).hexdigest().encode("ascii") != digest:
+    if blake3(rest).hexdigest().encode("ascii") != digest:
         return
     line, _, _ = rest.partition(b"\n")
-    heading = typed(strict_json(line, file), list[tuple[Name, Name, Natural, Natural]], file)
     data = memoryview(rest)[len(line) + 1 :]
-    for name, identity, start, count in heading:
-        facts = tree.facts(name)
-        if facts is not None and facts.identity == identity and len(data[:count]) == count:
-            tree.put(facts, start, data[:count])
+    for *fields, count in typed(strict_json(line, file), list[tuple[Name, str, Natural, Natural]], file):
+        if len(data) < count:
+            return
+        yield cast(tuple[str, str, int], tuple(fields)), data[:count]
         data = data[count:]
 
 

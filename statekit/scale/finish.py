@@ -147,6 +147,7 @@ def _joined(
             records = {name: record for part in parts for name, record in part.records.items()}
             cut = CutPoints(work.document["task_bytes"])
             prepared.cuttable().join(prepared.encoded, stage, cut, records)
+            work.site.settle(home)
         check_streamed(plan, stage)
         check_no_damage(
             value_faults(checkpoint, source_digests({}, opened.passed, stage.tensors)), checkpoint.path
@@ -158,17 +159,20 @@ def _joined(
 
 def _is_finished(work: WorkFolder, parts: Sequence[PartRecord]) -> bool:
     """Tells whether the target is there already, made of these parts."""
-    if not (work.target / FILE).is_file():
+    target = work.target
+    if not (target / FILE).is_file():
         return False
     try:
-        manifest = require_manifest(work.target)
+        manifest = require_manifest(target)
     except StatekitError:
         return False
     files = {name: entry["blake3"] for name, entry in manifest["files"].items()}
-    return manifest.get("plan") == work.document["plan"] and all(
-        files.get(name) == entry["blake3"] and (work.target / name).is_file()
-        for part in parts
-        for name, entry in part.files.items()
+    written = {name: entry["blake3"] for part in parts for name, entry in part.files.items()}
+    # In a store a process that was killed may have put the manifest, and not all files that come after it.
+    return (
+        manifest.get("plan") == work.document["plan"]
+        and written.items() <= files.items()
+        and all((target / name).is_file() for name in files)
     )
 
 

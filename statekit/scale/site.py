@@ -5,6 +5,7 @@
     parts/00017.json             a part record: task 17 is done; created if absent, never changed
     attempts/00017-<uuid>/       what an attempt at task 17 writes; the part record names the attempt that counts
     attempts/00017-<uuid>.json   how far that attempt is, or why it failed
+    joined                       in a store: what joins the tasks' files; the first finish to create it decides
     finished                     the target has its name; no attempt counts any more
 
 In a store an attempt writes its files under their final names, which no reader takes for a checkpoint before the work
@@ -22,7 +23,7 @@ from statekit.files.homes import Entries, Home
 from statekit.files.tree import Place
 from statekit.scale.parts import PartFile, PartRecord
 
-DOCUMENT, BROUGHT, ATTEMPTS, FINISHED = "work.json", "brought", "attempts", "finished"
+DOCUMENT, BROUGHT, ATTEMPTS, JOINED, FINISHED = "work.json", "brought", "attempts", "joined", "finished"
 
 
 class Site(Protocol):
@@ -103,6 +104,9 @@ class Site(Protocol):
             parts: What the tasks wrote.
             mode: Permissions that its files may have at most.
         """
+
+    def settle(self, home: Home) -> None:
+        """Has each process that finishes the work go on with the same files, whatever it has joined them by itself."""
 
     def end(self) -> None:
         """Notes that the target has its name, and lets readers see it."""

@@ -8,11 +8,12 @@ where these have changed, with the object's bytes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from statekit.errors import CommitError, NotFoundError, TargetExistsError
+from statekit.errors import CommitError, CorruptError, NotFoundError, TargetExistsError
 from statekit.files.claims import Claim, claim_target, claims_of, is_complete, release, taken_over
 from statekit.files.homes import Entries, Home
 from statekit.files.manifest import digest_by
@@ -21,9 +22,11 @@ from statekit.files.source import Files, checkpoint_place
 from statekit.files.store import state_of
 from statekit.files.store_home import StoreHome, bucket_of, scratch_folder
 from statekit.files.tree import Facts, Place, StoredPlace
+from statekit.scale.brought import packed, unpacked
 from statekit.scale.parts import PartFile, PartRecord, part_name
-from statekit.scale.site import BROUGHT, DOCUMENT, FINISHED, Site, left_behind
+from statekit.scale.site import BROUGHT, DOCUMENT, FINISHED, JOINED, Site, left_behind
 
+_OF_ATTEMPT = re.compile("-[0-9a-f]{32}(/|$)")
 _MOST_BYTES = 2**30
 """Bytes of a record at most: a part record has some 200 bytes for each tensor."""
 
@@ -123,7 +126,7 @@ class StoreSite:
 
     @contextmanager
     def attempted(self, attempt: str, size: int) -> Iterator[Home]:
-        with self._home(size) as home:
+        with self._home(size, f"-{attempt.partition('-')[2]}") as home:
             try:
                 yield home
             except CommitError:
@@ -160,12 +163,31 @@ class StoreSite:
     @contextmanager
     def joined(self, parts: Sequence[PartRecord], mode: int) -> Iterator[Home]:
         with self._home(0) as home:
-            for name in (f"{self._target_name}/{name}" for part in parts for name in part.files):
+            names = [f"{self._target_name}/{name}" for part in parts for name in part.files]
+            # Attempts that don't count have put files whose names no other attempt has.
+            others = (self._listing or {}).keys() - {*names}
+            self._objects.delete(filter(_OF_ATTEMPT.search, others), (self._mark,))
+            for name in names:
                 facts = self._facts(name)
                 if facts is None:
                     raise CommitError("A file of the target is gone.", place=self._target, found=name)
                 home.take(facts)
             yield home
+
+    def settle(self, home: Home) -> None:
+        assert isinstance(home, StoreHome)  # as `joined` gave it
+        self.create(JOINED, packed([(name, "", 0) for name in home.held], [*home.held.values()]))
+        whole = unpacked(
+            self._objects.read(f"{self._name}/{JOINED}", _MOST_BYTES) or b"", self._place / JOINED
+        )
+        held = {name: bytes(data) for (name, _, _), data in whole}
+        if bool(held) != bool(home.held):
+            raise CorruptError(
+                "What joins the tasks' files was changed.",
+                place=self._place / JOINED,
+                remedy="delete it, and finish the work again",
+            )
+        home.put_held(held)
 
     def end(self) -> None:
         self.create(FINISHED, b"finished")
@@ -200,7 +222,8 @@ class StoreSite:
             release(self._objects, claims[-1])
 
     @contextmanager
-    def _home(self, size: int) -> Iterator[StoreHome]:
+    def _home(self, size: int, attempt: str = "") -> Iterator[StoreHome]:
         assert isinstance(self._target, StoredPlace)  # as `split` made sure
         with scratch_folder() as scratch:
-            yield StoreHome(self._objects, self._claim(), self._target, "folder", scratch, size)
+            claim, joins = self._claim(), not attempt
+            yield StoreHome(self._objects, claim, self._target, "folder", scratch, size, attempt, joins)

@@ -10,7 +10,7 @@ from typing import Any
 from statekit.conversion.convert import Report, check_place
 from statekit.conversion.plan import Plan
 from statekit.conversion.prepared import carried_out
-from statekit.errors import UsageError, some
+from statekit.errors import UsageError
 from statekit.files.durable import writing
 from statekit.files.source import checkpoint_place
 from statekit.files.tree import Place, StoredPlace, absolute
@@ -20,7 +20,6 @@ from statekit.scale.finish import finish as finish_work
 from statekit.scale.folder import (
     FORMAT,
     VERSION,
-    Opened,
     WorkFolder,
     facts_of,
     opened_of,
@@ -77,7 +76,6 @@ def split(plan: Plan, place: str | os.PathLike[str] | Place, task_bytes: int = T
             "fingerprint": fingerprint(),
             "tasks": [task.to_json() for task in opened.tasks],
         }
-        _check_repeats(opened)
         digest = json_digest(document)
         site = site_of(folder, plan.request.target, digest)
         entries = getattr(prepared.container, "entries", ())
@@ -176,18 +174,6 @@ def _check_asked(plan: Plan, folder: Place, task_bytes: int) -> None:
 def _bucket(place: Place) -> str:
     """Returns the bucket that a place lies in; "" on this machine."""
     return "/".join(f"{place}".split("/")[:3]) if isinstance(place, StoredPlace) else ""
-
-
-def _check_repeats(opened: Opened) -> None:
-    """Refuses a target in a store whose files differ from attempt to attempt: two attempts would mix theirs."""
-    different = [name for name, section in opened.sections.items() if not section.repeats]
-    if different and isinstance(opened.plan.request.target, StoredPlace):
-        raise UsageError(
-            "Many workers can't write this container into a store: its files differ from attempt to attempt.",
-            place=opened.plan.request.target,
-            found=some(different),
-            remedy="leave --on out, name another container (--to dcp), or write to a disk that all workers see",
-        )
 
 
 def _make(site: Site, document: Mapping[str, Any], brought: bytes, entries: Sequence[str]) -> None:

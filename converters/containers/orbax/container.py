@@ -292,7 +292,7 @@ class OrbaxFolder:
         """Joins the databases of each item, and writes what describes the step."""
         begun = time.time_ns()
         prefix, writers = _writers(encoded, stage.target)
-        handlers = {item: writer.join(stage, cut) for item, writer in writers.items()}
+        handlers = {item: writer.join(stage, cut, records) for item, writer in writers.items()}
         with stage.file(f"{prefix}{STEP_METADATA}") as output:
             output.write(step_metadata(handlers, begun, encoded.custom))
         for whole in (*(f"{prefix}{name}/" for name in handlers), prefix):

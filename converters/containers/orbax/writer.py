@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 from statekit.converters.containers.orbax.metadata import STRINGS, document_of
 from statekit.converters.containers.step_folders import JSON_ITEM, TREE_METADATA, array_names
 from statekit.converters.formats.zarr.array import Header, open_array
+from statekit.converters.formats.zarr.ocdbt import copy_structure
 from statekit.converters.formats.zarr.stores import OcdbtStore
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for, run_shape
-from statekit.errors import UsageError
+from statekit.errors import CorruptError
 from statekit.files.durable import writing
 from statekit.files.safetensors import sharded
 from statekit.files.sections import CutPoints, Section
@@ -63,7 +66,7 @@ class ItemWriter:
         arrays = self._arrays()
         return [self._section(folder, part, arrays) for folder, part in self._databases(cut).items()]
 
-    def join(self, stage: Stage, cut: CutPoints) -> str:
+    def join(self, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> str:
         """Joins the databases, and writes what stands beside them; returns the name of the handler that reads it."""
         if self._is_document:
             with stage.file(f"{self.folder}/{JSON_ITEM}") as output:
@@ -71,7 +74,9 @@ class ItemWriter:
             return _JSON
         document = document_of(self._shown())
         if cut.bytes is not None:
-            _merge(stage, self.folder, [*self._databases(cut)])
+            _merge(
+                stage, self.folder, [_database(folder, records[folder]) for folder in self._databases(cut)]
+            )
         strings = {".".join(map(str, path)): leaf for path, leaf in walk(self.tree) if isinstance(leaf, str)}
         if strings:
             with stage.file(f"{self.folder}/{STRINGS}") as output:
@@ -101,11 +106,12 @@ class ItemWriter:
         return {f"{self.folder}/{PROCESS}{number}": part for number, part in parts}
 
     def _section(self, folder: str, part: Mapping[str, Tensor], arrays: Mapping[str, str]) -> Section:
-        def write(stage: Stage) -> None:
-            _write_database(stage, folder, self.name, part, arrays)
+        def write(stage: Stage) -> str:
+            _write_database(stage, _database(folder, stage.attempt), self.name, part, arrays)
+            return stage.attempt
 
         def read(path: Place, files: Files, record: Any) -> dict[str, Tensor]:
-            store = OcdbtStore.of(path / folder, files)
+            store = OcdbtStore.of(path / _database(folder, record), files)
             return {
                 f"{self.name}{leaf}": open_array(store, arrays[leaf], _header(tensor), f"{self.name}{leaf}")
                 for leaf, tensor in part.items()
@@ -116,8 +122,20 @@ class ItemWriter:
             {f"{self.name}{leaf}": leaf_tensor for leaf, leaf_tensor in part.items()},
             write,
             read,
-            False,
+            repeats=False,
+            record=str,
         )
+
+
+def _database(folder: str, attempt: str) -> str:
+    """Returns the folder of a part's database that an attempt wrote.
+
+    Raises:
+        CorruptError: The attempt, which another process tells, is none.
+    """
+    if not re.fullmatch("(-[0-9a-f]{32})?", attempt):
+        raise CorruptError("A part record names no attempt.", place=folder, found=repr(attempt[:80]))
+    return f"{folder}{attempt}"
 
 
 def _merge(stage: Stage, folder: str, parts: Sequence[str]) -> None:
@@ -127,20 +145,26 @@ def _merge(stage: Stage, folder: str, parts: Sequence[str]) -> None:
     """
     import tensorstore as ts
 
-    if not isinstance(stage.path, Path):
-        raise UsageError(
-            "A checkpoint of Orbax in a store isn't cut.", place=stage.target, remedy="leave --task-bytes out"
-        )
-    root = stage.path / folder
-    with _told(root):
-        root.mkdir(parents=True, exist_ok=True)
-        context = ts.Context()
-        database = ts.KvStore.open(_ocdbt(root), context=context).result()
-        transaction = ts.Transaction(atomic=True)
-        for part in parts:
-            child = ts.KvStore.open(_ocdbt(stage.path / part), context=context).result()
-            child.experimental_copy_range_to(database.with_transaction(transaction)).result()
-        transaction.commit_sync()
+    with ExitStack() as stack:
+        children = [stage.path / part for part in parts]
+        if isinstance(stage.path, Path):
+            root = stage.path / folder
+        else:
+            root = stack.enter_context(stage.folder(folder))
+            copies = [root / child.name for child in children]
+            for child, copy in zip(children, copies, strict=True):
+                copy_structure(child, copy)
+                stack.callback(shutil.rmtree, copy)
+            children = [*copies]
+        with _told(root):
+            root.mkdir(parents=True, exist_ok=True)
+            context = ts.Context()
+            database = ts.KvStore.open(_ocdbt(root), context=context).result()
+            transaction = ts.Transaction(atomic=True)
+            for child in children:
+                part = ts.KvStore.open(_ocdbt(Path(child)), context=context).result()
+                part.experimental_copy_range_to(database.with_transaction(transaction)).result()
+            transaction.commit_sync()
 
 
 def _ocdbt(folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from statekit.budget import Account
 from statekit.converters.formats.crc import crc32c
@@ -31,7 +32,7 @@ _NONE = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class _Location:
+class Node:
     """Where a node lies: its file below the database, its first byte, its size, and how far it is from the leaves."""
 
     path: str
@@ -40,8 +41,8 @@ class _Location:
     height: int
 
 
-def check_database(folder: Place, files: Files) -> None:
-    """Walks the newest version of a database, each node once.
+def check_database(folder: Place, files: Files) -> set[Node]:
+    """Walks the newest version of a database, each node once; returns where they lie.
 
     Raises:
         BudgetError: A record becomes more than the job may hold, or lists more than its bytes explain.
@@ -58,6 +59,26 @@ def check_database(folder: Place, files: Files) -> None:
             fields = _Fields(data, _NODE_MAGIC, place, taken)
             waiting += [child for child in fields.children(node) if child not in visited]
         visited.update(waiting)
+    return visited
+
+
+def copy_structure(folder: Place, to: Path) -> None:
+    """Makes a database of the same structure on this machine, in which the values are holes of its files.
+
+    Whoever joins databases looks at what refers to values, and never at a value.
+
+    Raises:
+        As `check_database`.
+    """
+    with Files() as files:
+        nodes = check_database(folder, files)
+        size = files.source(folder / MANIFEST).size
+        for node in (Node(MANIFEST, 0, size, 0), *nodes):
+            place = to / node.path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("r+b" if place.exists() else "xb") as output:
+                output.seek(node.offset)
+                output.write(bytes_at(files.source(folder / node.path), node.offset, node.length))
 
 
 @contextmanager
@@ -101,7 +122,7 @@ class _Fields:
                 whole += piece
             self._data = bytes(whole)
 
-    def roots(self) -> Iterator[_Location]:
+    def roots(self) -> Iterator[Node]:
         """Yields where the newest version of a manifest begins."""
         self._bytes(_UUID)
         if self._number() != 0:
@@ -116,7 +137,7 @@ class _Fields:
         heights = self._bytes(count)
         yield from [*self._locations(paths, heights)][-1:]
 
-    def children(self, node: _Location) -> Iterator[_Location]:
+    def children(self, node: Node) -> Iterator[Node]:
         """Yields where the nodes below a node lie."""
         height = self._bytes(1)[0]
         if height != node.height:
@@ -133,7 +154,7 @@ class _Fields:
         self._bytes(key_bytes)
         yield from self._locations(paths, bytes([height - 1]) * count)
 
-    def _locations(self, paths: list[str], heights: bytes) -> Iterator[_Location]:
+    def _locations(self, paths: list[str], heights: bytes) -> Iterator[Node]:
         columns = [self._numbers(len(heights)) for _ in range(3)]
         for number, offset, length, height in zip(*columns, heights, strict=True):
             if offset == _NONE:
@@ -141,7 +162,7 @@ class _Fields:
             if number >= len(paths):
                 raise FormatError("A record of OCDBT names a file that it doesn't list.", place=self._place)
             path = "/".join(checked_key(paths[number], self._place))
-            yield _Location(path, offset, length, height)
+            yield Node(path, offset, length, height)
 
     def _paths(self) -> list[str]:
         """Returns the files that a record refers to, below the database's folder."""
