@@ -327,16 +327,16 @@ def test_what_joins_the_parts_is_that_of_the_first_finish(store: Served) -> None
     assert statekit.check("gs://bucket/there").passed
 
 
-@pytest.mark.parametrize("store", ["s3", "az"])
+@pytest.mark.parametrize(("store", "to"), [("s3", "orbax"), ("s3", "statekit"), ("az", "dcp")])
 @pytest.mark.usefixtures("bucket")
-def test_servers_of_others_hold_a_work(store: str) -> None:
+def test_servers_of_others_hold_a_work(store: str, to: str) -> None:
     """moto and azurite, as in test_store_servers.py."""
-    target = f"{store}://bucket/work"
-    with split(planned(target=target), f"{target}.work", CUT) as work:
+    target = f"{store}://bucket/work-{to}"
+    with split(planned(to, target), f"{target}.work", CUT) as work:
         carry_out(work, Flaky(work, seed=1))
         work.finish()
         work.drop()
-    convert(planned(target=f"{target}-one"), task_bytes=CUT)
+    convert(planned(to, f"{target}-one"), task_bytes=CUT)
     assert statekit.check(target).passed and not statekit.diff(target, f"{target}-one").first
     with pytest.raises(StatekitError):
         Work(f"{target}.work")
