@@ -201,14 +201,14 @@ class StoreHome:
         if synced and not seeks:  # what is laid out on this machine is completed there
             self._end(output)
 
-    def put_held(self, held: Mapping[str, bytes]) -> None:
+    def put_held(self, files: Mapping[str, bytes]) -> None:
         """Puts what joins the files of others, but for the files by which readers find them.
 
         Args:
-            held: What takes the place of `held`.
+            files: What takes the place of `held`.
         """
         self._joins, self.held = False, {}
-        for name, data in held.items():
+        for name, data in files.items():
             if self._rank(name) >= 0:
                 self.held[name] = data
             else:

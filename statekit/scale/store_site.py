@@ -180,14 +180,14 @@ class StoreSite:
         whole = unpacked(
             self._objects.read(f"{self._name}/{JOINED}", _MOST_BYTES) or b"", self._place / JOINED
         )
-        held = {name: bytes(data) for (name, _, _), data in whole}
-        if bool(held) != bool(home.held):
+        files = {name: bytes(data) for (name, _, _), data in whole}
+        if bool(files) != bool(home.held):
             raise CorruptError(
                 "What joins the tasks' files was changed.",
                 place=self._place / JOINED,
                 remedy="delete it, and finish the work again",
             )
-        home.put_held(held)
+        home.put_held(files)
 
     def end(self) -> None:
         self.create(FINISHED, b"finished")
