@@ -20,6 +20,7 @@ from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.storage import decompressed
 from statekit.converters.formats.tensor_bundle.table import varint
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
+from statekit.files.durable import new_file
 from statekit.files.source import Files, Held, bring, bytes_at, require
 from statekit.files.tree import Place, checked_key
 
@@ -73,12 +74,13 @@ def copy_structure(folder: Place, to: Path) -> None:
     with Files() as files:
         nodes = check_database(folder, files)
         size = files.source(folder / MANIFEST).size
-        for node in (Node(MANIFEST, 0, size, 0), *nodes):
-            place = to / node.path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("r+b" if place.exists() else "xb") as output:
-                output.seek(node.offset)
-                output.write(bytes_at(files.source(folder / node.path), node.offset, node.length))
+        for path in {MANIFEST, *(node.path for node in nodes)}:
+            source = files.source(folder / path)
+            with new_file(to / path, synced=False) as output:
+                for node in nodes if path != MANIFEST else [Node(MANIFEST, 0, size, 0)]:
+                    if node.path == path:
+                        output.seek(node.offset)
+                        output.write(bytes_at(source, node.offset, node.length))
 
 
 @contextmanager
