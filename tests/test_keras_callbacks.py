@@ -5,8 +5,13 @@ The files are Keras 3.15.1's own: see tests/cases/keras3_loss_scale/make_loss_sc
 
 from __future__ import annotations
 
+import io
+import json
+import zipfile
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -41,6 +46,36 @@ def test_the_optimizer_inside_a_loss_scale_is_read_with_its_own_count(form: str)
         if form in ("model.keras", "model.h5", "orbax"):  # which have the config
             assert (hyperparameters["weight_decay_rate"], hyperparameters["beta1"]) == (0.02, 0.8)
         assert_as_saved(state)
+
+
+def of_optimizer(path: Path) -> tuple[dict[str, bytes], Any]:
+    """Returns the values that a file has of its optimizer, and the optimizer's record in the config."""
+    content, record = path.read_bytes(), None
+    if path.suffix == ".keras":
+        with zipfile.ZipFile(path) as archive:
+            content = archive.read("model.weights.h5")
+            record = json.loads(archive.read("config.json"))["compile_config"]["optimizer"]
+    values = dict[str, bytes]()
+
+    def take(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset) and name.startswith("optimizer"):
+            values[name] = node[()].tobytes()
+
+    with h5py.File(io.BytesIO(content), "r") as file:
+        file.visititems(take)
+    return values, record
+
+
+@pytest.mark.parametrize("file", ["model.keras", "model.weights.h5"])
+def test_a_loss_scale_stays_around_its_optimizer(file: str, tmp_path: Path) -> None:
+    """Seen red: it was gone, and Keras, whose model of mixed precision has one, passed over all variables."""
+    target = tmp_path / file
+    assert main(["convert", str(CASE / file), str(target)]) == 0
+    (values, record), (expected, before) = of_optimizer(target), of_optimizer(CASE / file)
+    assert values == expected and any("inner_optimizer" in name for name in values)
+    assert (record or {}).get("class_name") == (before or {}).get("class_name")
+    with open_state(target) as opened:
+        assert_as_saved(opened.state)
 
 
 def test_the_lines_of_weights_put_the_loss_scale_around_the_optimizer(

@@ -10,6 +10,7 @@ from statekit.converters.layouts.keras.variables import CONFIG, VARIABLES, VERSI
 from statekit.errors import StateError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import at
 from statekit.tensors.typed import Name, fits
 
@@ -23,6 +24,13 @@ _SCALE_NUMBERS = {"2": "step_counter", "3": "dynamic_scale"}
 
 Source: keras-team/keras, keras/src/optimizers/loss_scale_optimizer.py, `LossScaleOptimizer.build`.
 """
+AROUND = "around"
+"""Key of the home: the variables that a loss scale of Keras 3 has before those of the optimizer inside, and its record.
+
+A model of mixed precision puts one around its optimizer by itself, and passes over a file without its variables.
+"""
+_BEFORE = 4
+"""How many they are: its own count and rate, and the two numbers of the scale."""
 SAYINGS = "statekit_keras"
 """Attribute of a whole file in which statekit says what Keras doesn't: the names of all variables."""
 
@@ -42,19 +50,43 @@ def is_keras2(tree: Mapping[str, Any]) -> bool:
 def without_loss_scale(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a file's tree with the optimizer that a loss scale of Keras 3 is around in its place, and the scale.
 
-    The optimizer inside counts the updates; the one around it counts nothing, and its slots are the same ones.
+    The optimizer inside counts the updates; the one around it counts nothing, and its slots are the same ones. The
+    scale is its numbers, and what `with_loss_scale` puts around the optimizer again.
     """
     optimizer = tree.get(OPTIMIZER)
     inner = optimizer.get(INNER) if isinstance(optimizer, Mapping) else None
     if is_keras2(tree) or not isinstance(inner, Mapping) or not isinstance(inner.get(VARIABLES), Mapping):
         return {**tree}, {}
-    around: Any = optimizer.get(VARIABLES) if isinstance(optimizer, Mapping) else {}
+    node = optimizer.get(VARIABLES) if isinstance(optimizer, Mapping) else None
+    around: Mapping[str, Any] = node if isinstance(node, Mapping) else {}
     numbers = {name: around[key] for key, name in _SCALE_NUMBERS.items() if key in around}
     attributes, config = tree.get(ATTRIBUTES, {}), config_of(tree)
+    before = [around.get(str(number)) for number in range(_BEFORE)]
+    outside = {ATTRIBUTES: around.get(ATTRIBUTES, {}), VARIABLES: before, "record": None}
     if isinstance(config, Mapping) and (record := _inner_record(config)) is not None:
+        outside["record"] = config["compile_config"][OPTIMIZER]
         compiled = {**config["compile_config"], OPTIMIZER: record}
         attributes = {**attributes, CONFIG: {**config, "compile_config": compiled}}
-    return {**tree, ATTRIBUTES: attributes, OPTIMIZER: inner}, {"scaler": numbers}
+    is_whole = all(isinstance(number, Tensor) and number.shape == () for number in before)
+    scale = {"scaler": numbers, **({AROUND: outside} if is_whole else {})}
+    return {**tree, ATTRIBUTES: attributes, OPTIMIZER: inner}, scale
+
+
+def with_loss_scale(tree: dict[str, Any], home: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a file's tree with the loss scale around the optimizer that was there when it was read."""
+    around = home.get(AROUND)
+    if not isinstance(around, Mapping):
+        return tree
+    inner = tree[OPTIMIZER][VARIABLES]
+    rows = [*around[VARIABLES], *(row for key, row in inner.items() if key != ATTRIBUTES)]
+    entries = {ATTRIBUTES: around[ATTRIBUTES], **{str(i): row for i, row in enumerate(rows)}}
+    scaled = {**tree, OPTIMIZER: {**tree[OPTIMIZER], VARIABLES: entries, INNER: {VARIABLES: inner}}}
+    config, record = config_of(tree), around["record"]
+    if record is not None and isinstance(config, Mapping):
+        inside = {**record["config"], INNER: config["compile_config"][OPTIMIZER]}
+        compiled = {**config["compile_config"], OPTIMIZER: {**record, "config": inside}}
+        scaled[ATTRIBUTES] = {**tree[ATTRIBUTES], CONFIG: {**config, "compile_config": compiled}}
+    return scaled
 
 
 def _inner_record(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -21,6 +21,7 @@ from statekit.conversion.contracts import Encoded, Evidence, Exactness, dropped_
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras import muon, native
 from statekit.converters.layouts.keras.home import (
+    AROUND,
     INNER,
     LOSS_SCALE,
     OPTIMIZER,
@@ -29,6 +30,7 @@ from statekit.converters.layouts.keras.home import (
     home_in,
     home_of,
     is_keras2,
+    with_loss_scale,
     without_loss_scale,
 )
 from statekit.converters.layouts.keras.like import laid_out_like
@@ -128,7 +130,10 @@ class Keras:
             return replace(state, extra={**state.extra, HOME: home})
         tree, scale = without_loss_scale(file_tree(checkpoint))
         state = self._decode(checkpoint, tree, hints)
-        return replace(state, extra={**state.extra, LOSS_SCALE: scale}) if scale else state
+        if not scale:
+            return state
+        around = {AROUND: scale.pop(AROUND)} if AROUND in scale else {}
+        return replace(state, extra={**state.extra, LOSS_SCALE: scale, HOME: {**home_in(state), **around}})
 
     def _decode(self, checkpoint: Checkpoint, tree: Mapping[str, Any], hints: CheckpointRef) -> TrainState:
         """Returns the canonical state of a file's tree, as `decode`."""
@@ -182,7 +187,10 @@ class Keras:
         with_config(tree, "keras.optimizers", kind, None, arguments(state, before, kind))
         unknown = kept.rate and rate_of(state) is None
         exactness = {RATE_PLACE: (Exactness.ROUNDING, NO_RATE)} if unknown else {}
-        return Encoded(tree, state.counts.updates, exactness, left_out(state, "tree", "places"))
+        kept_of_home = ("tree", "places", AROUND)
+        return Encoded(
+            with_loss_scale(tree, home), state.counts.updates, exactness, left_out(state, *kept_of_home)
+        )
 
     def _encode_native(
         self, state: TrainState, home: Mapping[str, Any], arguments_given: Mapping[str, Any] | None = None
@@ -200,7 +208,9 @@ class Keras:
             tree[OPTIMIZER][INNER] = {VARIABLES: entries}
         if arguments_given is not None:
             with_config(tree, "keras.optimizers", kind, None, arguments_given)
-        return Encoded(tree, state.counts.updates, {}, left_out(state, "tree", "places"))
+        return Encoded(
+            with_loss_scale(tree, home), state.counts.updates, {}, left_out(state, "tree", "places", AROUND)
+        )
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         whole = saved.container == "keras"
@@ -275,7 +285,8 @@ def left_out(state: TrainState, *kept: str) -> dict[str, str]:
         kept: The keys of the home that this form of file holds.
     """
     home = home_in(state)
-    dropped = dropped_from(state.extra, (HOME,), "a file of Keras")
+    scale = (LOSS_SCALE,) if AROUND in kept and AROUND in home else ()
+    dropped = dropped_from(state.extra, (HOME, *scale), "a file of Keras")
     return dropped | {
         f"extra/{HOME}/{key}": why for key, why in HOMES.items() if key in home and key not in kept
     }

@@ -256,6 +256,7 @@ HOMES = {
     "places": "where a parameter lies in a file of Keras",
     "graph": "the objects of tf.train.Checkpoint that aren't parameters",
     "whole_h5": "what a whole-model .h5 has besides: its configs, states that aren't parameters",
+    "around": "what a loss scale has around the optimizer",
     "keras2": "that Keras 2 laid out the optimizer's variables",
 }
 """What each form of Keras' files has besides, by its keys in the home."""
