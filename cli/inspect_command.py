@@ -149,7 +149,9 @@ def _optimizer_lines(inspection: Inspection, optimizer: Optimizer, counts: Count
     """Yields which optimizers ran, where the run stands, and the hyperparameters of each group by their source."""
     kinds = [f"{schema}, variant {variant or 'unknown'}" for schema, variant in optimizer.kinds]
     yield "optimizer", " and ".join(kinds)
-    schedule = f"a learning-rate schedule goes on at its step {counts.schedule}"
+    own = {schedule.at for schedule in inspection.run.schedules if schedule.at is not None}
+    step = own.pop() if len(own) == 1 and counts.schedule == counts.updates else counts.schedule
+    schedule = f"a learning-rate schedule goes on at its step {step}"
     if counts.done is None:
         yield "step", "unknown: neither the optimizer nor its files count updates"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -380,3 +381,27 @@ def test_a_schedule_of_mmengine_is_named_though_its_rates_are_not_read() -> None
     record = {"param_name": "lr", "base_values": [0.01], "_global_step": 4, "last_step": 3, "total_iters": 5}
     [schedule] = run_of({"torch": {"param_schedulers": [record, record]}}).schedules
     assert schedule.kind is None and "MMEngine" in str(schedule.of_group(0))
+
+
+def test_a_schedule_of_epochs_goes_on_where_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: "goes on at step 6", the optimizer's count, though it had made 2 steps."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch_schedules.StepLR(optimizer, 2)
+    for update in range(6):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if update % 3 == 2:
+            scheduler.step()
+    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**parts, "scheduler": scheduler.state_dict()}, tmp_path / "run.pt")
+    for verb in (
+        ["convert", str(tmp_path / "run.pt"), str(tmp_path / "next.pt")],
+        ["inspect", str(tmp_path / "run.pt")],
+        ["resume", str(tmp_path / "run.pt")],
+    ):
+        assert main(verb) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert re.findall(r"goes on at (?:its )?step (\d+)", shown) == ["2"], verb

@@ -272,13 +272,23 @@ def next_update(state: State, schedules: Sequence[Schedule] = ()) -> list[dict[s
             if schedules
             else stored_rate(hyperparameters),
             "update": counts["updates"] if is_counted else None,
-            "schedule": counts["schedule"] if is_counted else None,
+            "schedule": _schedule_step(number, counts, schedules) if is_counted else None,
         }
         if kind["schema"] == "adafactor":
             row["step_offset"] = hyperparameters.get("step_offset")
             row["decay"] = _decay(kind["variant"], counts["updates"], hyperparameters)
         rows.append(row)
     return rows
+
+
+def _schedule_step(number: int, counts: Mapping[str, Any], schedules: Sequence[Schedule]) -> int:
+    """Returns where a group's schedule goes on: as its own state has it, unless the run's step was changed.
+
+    A schedule that is stepped once an epoch stands far behind the updates.
+    """
+    step: int = counts["schedule"]
+    own = (schedule.at for schedule in schedules if schedule.moves(number) and schedule.at is not None)
+    return next(own, step) if step == counts["updates"] else step
 
 
 def _decay(variant: str | None, updates: int, hyperparameters: Mapping[str, Any]) -> float | None:
