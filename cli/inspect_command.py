@@ -149,8 +149,8 @@ def _optimizer_lines(inspection: Inspection, optimizer: Optimizer, counts: Count
     """Yields which optimizers ran, where the run stands, and the hyperparameters of each group by their source."""
     kinds = [f"{schema}, variant {variant or 'unknown'}" for schema, variant in optimizer.kinds]
     yield "optimizer", " and ".join(kinds)
-    own = {schedule.at for schedule in inspection.run.schedules if schedule.at is not None}
-    step = own.pop() if len(own) == 1 and counts.schedule == counts.updates else counts.schedule
+    steps = {schedule.at for schedule in inspection.run.schedules if schedule.at is not None}
+    step = steps.pop() if len(steps) == 1 and counts.schedule == counts.updates else counts.schedule
     schedule = f"a learning-rate schedule goes on at its step {step}"
     if counts.done is None:
         yield "step", "unknown: neither the optimizer nor its files count updates"

@@ -287,8 +287,8 @@ def _schedule_step(number: int, counts: Mapping[str, Any], schedules: Sequence[S
     A schedule that is stepped once an epoch stands far behind the updates.
     """
     step: int = counts["schedule"]
-    own = (schedule.at for schedule in schedules if schedule.moves(number) and schedule.at is not None)
-    return next(own, step) if step == counts["updates"] else step
+    steps = (schedule.at for schedule in schedules if schedule.moves(number) and schedule.at is not None)
+    return next(steps, step) if step == counts["updates"] else step
 
 
 def _decay(variant: str | None, updates: int, hyperparameters: Mapping[str, Any]) -> float | None:
