@@ -326,6 +326,36 @@ def test_an_answer_of_the_hub_is_what_was_asked_for_or_an_error(hub: Served) -> 
         first_bytes(checkpoint_place("hf://owner/name/run/a"))
 
 
+@pytest.mark.parametrize(
+    ("said", "is_taken"),
+    [
+        ({"Content_Range": "bytes 0-{last}/1048576"}, True),
+        ({"Content_Range": "bytes 0-{last}/*"}, True),
+        ({}, True),
+        ({"Content_Range": "bytes 8-{last}/1048576"}, False),
+        ({"Content_Range": "bytes 0-{last}/1048577"}, False),
+        ({"Content_Range": f"bytes {'9' * 5000}-{{last}}/1048576"}, False),
+        ({"X_Repo_Commit": "0" * 40}, False),
+    ],
+)
+def test_an_answer_that_says_that_it_is_another_part_is_refused(
+    said: dict[str, str], is_taken: bool, hub: Served
+) -> None:
+    """Seen red: a proxy's neighbouring part, which said so, was read as other values."""
+
+    def answer(handler: Any) -> None:
+        first, last = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+        data = hub.files["run/a"][first : last + 1]
+        handler.answer(206, data, **{name: value.format(last=last) for name, value in said.items()})
+
+    hub.instead["resolve"] = answer
+    if is_taken:
+        assert first_bytes(checkpoint_place("hf://owner/name/run/a"))[:4] == b"1234"
+        return
+    with pytest.raises(FormatError):
+        first_bytes(checkpoint_place("hf://owner/name/run/a"))
+
+
 def hanging(handler: Any) -> None:
     """Answers nothing while anybody waits."""
     handler.close_connection = True

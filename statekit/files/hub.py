@@ -19,12 +19,21 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError, UsageError, extra
+from statekit.errors import (
+    CorruptError,
+    FormatError,
+    NotFoundError,
+    RefusedError,
+    StatekitError,
+    UsageError,
+    extra,
+)
 from statekit.files.ahead import ReadAhead
 from statekit.files.tree import Facts, StoredPlace, address_of, copying, fill
 
 _KINDS = {"datasets": "dataset", "models": "model"}
 _COMMIT = re.compile("[0-9a-f]{40,64}")
+_PART = re.compile(r"bytes (\d+)-\d+/(?:(\d+)|\*)")
 _MOST_ENTRIES = 200_000
 """Files and folders of a repository; the Hub itself advises at most half as many."""
 _SECONDS, _PART_SECONDS = 60.0, 300.0
@@ -91,6 +100,7 @@ class HubTree:
         self.place = f"{start}@{revision}" if revision else start
         self._errors, self._url, self._utils = errors, hf_hub_url, utils
         self._repository, self._kind = repository, kind
+        self._commit: str | None = None
         self._failures: dict[str, tuple[float, FormatError]] = {}
         with self._asking(""):
             utils.validate_repo_id(repository)
@@ -134,6 +144,7 @@ class HubTree:
             closing(self._answer(self._url(self._repository, facts.name, **where), parts)) as answer,
         ):
             is_part = answer.status_code == 206
+            self._check_part(facts, start, answer)
             before = 0 if is_part else start  # a server that knows no parts sends all from the first byte on
             for block in self._blocks(answer, _PART_SECONDS):
                 data += block[before:]
@@ -141,6 +152,18 @@ class HubTree:
                 if len(data) > len(into):
                     break
         fill(into, memoryview(data if is_part else data[: len(into)]), start, f"{self.place}/{facts.name}")
+
+    def _check_part(self, facts: Facts, start: int, answer: Any) -> None:
+        """Refuses an answer that says itself that it is of another part, or of a file of another size."""
+        named = _PART.match(answer.headers.get("Content-Range", "")) if answer.status_code == 206 else None
+        if named and (int(named[1]) != start or int(named[2] or facts.size) != facts.size):
+            raise CorruptError(
+                "The Hub answers with another part of a file.",
+                place=f"{self.place}/{facts.name}",
+                expected=f"bytes from {start} on, of {facts.size}",
+                found=named[0][:80],
+                remedy="ask without the proxy or mirror between",
+            )
 
     def _rows(self, address: str | None) -> Iterator[Any]:
         """Yields the rows of a listing, page by page."""
@@ -179,6 +202,15 @@ class HubTree:
         pauses = iter(_PAUSES)
         for _ in range(_MOST_ANSWERS):
             answer = session.send(request, stream=True, follow_redirects=False)
+            commit = answer.headers.get("X-Repo-Commit", self._commit)
+            if self._commit not in (None, commit):
+                answer.close()
+                raise CorruptError(
+                    "The Hub answers of another state.",
+                    place=self.place,
+                    expected=self._commit,
+                    found=commit[:80],
+                )
             pause = next(pauses, 0.0) if answer.status_code in _BUSY else 0.0
             if answer.next_request is None and not pause:
                 break
