@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 import statekit
-from statekit.attestation.each_save import Save, SealsEachSave
+from statekit.attestation.each_save import Save, SealsEachSave, sealed_and_examined
 from statekit.attestation.once import AttestsOnce
 from statekit.errors import CorruptError, UsageError
 from statekit.state.param_names import NAMES_FILE
@@ -364,3 +365,48 @@ def test_a_run_that_asked_for_no_stop_is_attested_or_goes_on(capsys: pytest.Capt
         AttestsOnce("run")._once(attest)
     with pytest.raises(UsageError):
         AttestsOnce("run", strict=False, layuot="x")
+
+
+def test_the_manifest_of_what_is_written_over_goes_before_the_new_one_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: a run that was killed between a save and its seal left a good save that was called damaged."""
+    file, folder = tmp_path / "last.pt", tmp_path / "step"
+    folder.mkdir()
+    saved(file)
+    saved(folder / "a.pt")
+    statekit.seal(file)
+    manifests = [tmp_path / "statekit.last.pt.json", folder / "statekit.json"]
+    shutil.copy(manifests[0], manifests[1])
+    (tmp_path / "statekit.mine.pt.json").write_text("{}")
+    saved(tmp_path / "mine.pt")
+    saved(file)
+    monkeypatch.setattr(
+        "statekit.attestation.each_save.sealed_and_examined", lambda path: Save(path, None, (), "")
+    )
+    seals = SealsEachSave()
+    seals.begin(folder)
+    assert manifests[1].exists()  # nothing there is younger
+    saved(folder / "a.pt")
+    for path in (file, folder, tmp_path / "mine.pt", tmp_path / "nowhere"):
+        seals.begin(path)
+    seals.wait()
+    assert [path.exists() for path in manifests] == [False, False]
+    assert (tmp_path / "statekit.mine.pt.json").exists()
+
+
+def test_a_save_that_is_written_over_before_doctor_looks_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: "it is damaged" of an untouched run."""
+    file = tmp_path / "last.pt"
+    saved(file)
+
+    def verb(name: str, path: Path) -> tuple[dict[str, Any], str | None]:
+        if name == "seal":
+            return {"seals": [{"checkpoints": [{"manifest": "m", "digest": "d"}]}]}, None
+        os.utime(path, ns=(1, 1))
+        return {}, "doctor: The checkpoint isn't what was written."
+
+    monkeypatch.setattr("statekit.attestation.each_save._verb", verb)
+    assert sealed_and_examined(file).problem == "doctor: it was written over or removed meanwhile"

@@ -27,7 +27,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.seal import seal
 from statekit.errors import CorruptError, NotFoundError, StatekitError, TargetExistsError, UsageError
-from statekit.files import file_changes, integrity
+from statekit.files import durable, file_changes, integrity
 from statekit.files.manifest import FILE, is_manifest
 from statekit.files.source import File, Files
 from statekit.testing.container_trials import WrittenContents
@@ -538,3 +538,31 @@ def test_a_file_whose_manifest_could_have_no_name_is_read_and_not_sealed(
         assert main([verb, f"{path}"]) == DONE, verb
     assert main(["seal", f"{path}"]) == FAILED
     assert "name too long" in capsys.readouterr().err and [*tmp_path.iterdir()] == [path]
+
+
+def test_who_removes_a_folder_while_it_is_sealed_meets_nothing_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: `shutil.rmtree` of a trainer raised, of a temporary folder of ours or of the manifest."""
+    folder = copied(TRAINER, tmp_path / "checkpoint-4")
+    make = durable.make_temporary
+
+    def made(parent: Path) -> Path:
+        temporary = make(parent)
+        shutil.rmtree(folder)
+        return temporary
+
+    monkeypatch.setattr(durable, "make_temporary", made)
+    with pytest.raises(NotFoundError):
+        seal(folder)
+    assert not any(tmp_path.iterdir())
+    monkeypatch.undo()
+    copied(TRAINER, folder)
+    if os.getuid():
+        tmp_path.chmod(0o555)
+    else:  # who is root may write everywhere
+        monkeypatch.setattr(
+            durable, "make_temporary", lambda parent: make(parent / ("x" * (parent == tmp_path)))
+        )
+    assert Path(f"{seal(folder).checkpoints[0].manifest}").is_file()
+    tmp_path.chmod(0o755)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from statekit.errors import printable
+from statekit.files.manifest import FILE, FORMAT, beside
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,13 @@ class SealsEachSave:
     def begin(self, path: str | PathLike[str], problem: str | None = None) -> None:
         """Has a checkpoint sealed, and returns at once.
 
+        The manifest of an older save at the same place goes first: it would call the new one damaged.
+
         Args:
             path: The checkpoint.
             problem: What is wrong with it already, if something is.
         """
+        _remove_outdated(Path(path))
         self._pool = self._pool or ThreadPoolExecutor(1, "statekit seals")
         try:
             self._begun.append(self._pool.submit(self._handle, Path(path), problem))
@@ -117,8 +121,23 @@ def written_at(path: str | PathLike[str]) -> int | None:
         return None
 
 
+def _remove_outdated(path: Path) -> None:
+    """Removes our manifest of what was written over since."""
+    with suppress(OSError, ValueError):
+        is_folder = path.is_dir()
+        manifest = path / FILE if is_folder else beside(path)
+        if not manifest.is_file() or manifest.is_symlink():
+            return
+        newest = max(file.stat().st_mtime_ns for file in (path.iterdir() if is_folder else (path,)))
+        with manifest.open("rb") as file:
+            is_ours = FORMAT.encode() in file.read(64)
+        if is_ours and manifest.stat().st_mtime_ns < newest:
+            manifest.unlink()
+
+
 def sealed_and_examined(path: Path) -> Save:
     """Seals a checkpoint and has doctor look into it, in processes of their own."""
+    written = written_at(path)
     seal, problem = _verb("seal", path)
     if problem is not None:
         return Save(path, None, (), problem)
@@ -127,6 +146,8 @@ def sealed_and_examined(path: Path) -> Save:
         return Save(path, None, (), f"seal: {len(seals)} checkpoints lie there, and one was expected")
     (sealed,) = seals
     doctor, problem = _verb("doctor", path)
+    if problem is not None and not path.is_dir() and written_at(path) != written:
+        problem = "doctor: it was written over or removed meanwhile"
     examined = doctor.get("checkpoints", ())
     findings = dict.fromkeys(finding["name"] for checkpoint in examined for finding in checkpoint["findings"])
     return Save(path, Path(sealed["manifest"]), tuple(findings), problem, sealed["digest"])

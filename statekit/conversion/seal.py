@@ -28,6 +28,7 @@ from statekit.files.homes import Entries, permissions
 from statekit.files.integrity import files_of, manifest_place, proving_files, records_of, top_of, value_fault
 from statekit.files.manifest import (
     CHECKPOINT,
+    FILE,
     RECORDS,
     SEALED,
     Passing,
@@ -166,15 +167,20 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
                     stack.enter_context(passing.read(file))
             tensors = _tensor_entries(checkpoint, tell)
             files = digested(read)
-        if _facts(paths) != before:
-            raise CorruptError(
-                "The checkpoint was written to while it was sealed.",
-                place=checkpoint.path,
-                remedy="seal it when no program writes to it",
-            )
+
+        def check() -> None:
+            if _facts(paths) != before:
+                raise CorruptError(
+                    "The checkpoint was written to while it was sealed.",
+                    place=checkpoint.path,
+                    remedy="seal it when no program writes to it",
+                )
+
+        check()
         names = [relative(fault.path, target.parent) for fault in changed]
         manifest = _manifest(checkpoint, target, tensors, files, names)
-        replace_file(target, to_text(manifest).encode("ascii"), permissions(map(Path, paths)))
+        text = to_text(manifest).encode("ascii")
+        replace_file(target, text, permissions(map(Path, paths)), check if target.name == FILE else None)
         return _report(checkpoint, target, "sealed" if proof is None else "renewed", manifest, names)
 
 

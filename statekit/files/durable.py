@@ -292,7 +292,9 @@ def _named_as_beside(folder: Path) -> Iterator[None]:
         raise
 
 
-def replace_file(target: Path, content: bytes, mode: int = 0o666) -> None:
+def replace_file(
+    target: Path, content: bytes, mode: int = 0o666, check: Callable[[], object] | None = None
+) -> None:
     """Writes a small file beside its place, syncs it, and gives it its name in one step, in place of a file there.
 
     Whether the file that is there may go is the caller's to know; a link, folder, FIFO, socket or device never may.
@@ -301,18 +303,35 @@ def replace_file(target: Path, content: bytes, mode: int = 0o666) -> None:
         target: Its place.
         content: Its bytes.
         mode: Permissions that it may have at most.
+        check: Of a file in a folder that another program may remove meanwhile: raises where it has. The file is then
+            written beside that folder if it can be, so that whoever removes the folder meets nothing of ours in it.
 
     Raises:
         TargetExistsError: Something else than a file is there.
         CommitError: It can't be written; what was there still is.
     """
     check_regular(target)
-    sweep(target.parent)
-    with beside(target) as temporary, writing(target):
+    if check is not None:
+        try:
+            return _replace(target, target.parent, content, mode, check)
+        except CommitError:  # another disk, or a folder where others write
+            check()
+    _replace(target, target, content, mode, check)
+
+
+def _replace(
+    target: Path, place: Path, content: bytes, mode: int, check: Callable[[], object] | None
+) -> None:
+    """Writes a file beside some place, and gives it its name."""
+    for folder in {target.parent, place.parent}:
+        sweep(folder)
+    with beside(place) as temporary, writing(target):
         new = temporary / target.name
         with new_file(new) as output:
             output.write(content)
         set_mode(new, stat.S_IMODE(new.stat().st_mode) & mode)
+        if check is not None:
+            check()
         os.replace(new, target)
         sync_folder(target.parent)
 
