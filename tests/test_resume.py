@@ -23,7 +23,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import of_plan, resume_lines
 from statekit.files.manifest import FILE
-from statekit.lines.printing import Printing, SavedRun
+from statekit.lines.printing import Printing, SavedRun, quoted
 from statekit.schemas import __path__ as schemas
 from statekit.state.run import RunState, Schedule
 from statekit.state.schedules.call_text import parse_call
@@ -451,3 +451,12 @@ def test_a_class_that_mxnets_states_name_is_there_before_they_are_loaded(tmp_pat
     lines = resume_lines(of_plan(planned), planned.state)
     code = "\n".join(lines)
     assert code.index("class Schedule(") < code.index("trainer.load_states(") < code.index("lr_scheduler = ")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["\U0001f600.pt", "a\\ud83d\\ude00", "\udcff\ud83d", 'a"b\\', "a\nb\x7f\u2028", "\u00e9\U00020000{x}"],
+)
+def test_a_printed_path_is_that_path_in_python(path: str) -> None:
+    """Seen red: a character above U+FFFF was printed as JSON's two halves: no such file."""
+    assert ast.literal_eval(quoted(path)) == path

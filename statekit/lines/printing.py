@@ -206,13 +206,17 @@ class Printing(Protocol):
 
 
 def quoted(path: object) -> str:
-    """Returns a path as a literal of Python and of gin.
+    r"""Returns a path as a literal of Python and of gin.
 
     Example:
         >>> print(quoted("a/b"))
         "a/b"
+        >>> print(quoted("\U0001f600"))
+        "\U0001f600"
     """
-    return json.dumps(str(path))
+    # JSON writes a character above U+FFFF as two halves, which are two characters in Python.
+    parts = (json.dumps(c)[1:-1] if ord(c) < 0x10000 else f"\\U{ord(c):08x}" for c in str(path))
+    return f'"{"".join(parts)}"'
 
 
 def listed(name: str, items: Sequence[str]) -> list[str]:

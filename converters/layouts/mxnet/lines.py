@@ -6,7 +6,6 @@ Source: apache/mxnet python/mxnet/gluon/trainer.py, `Trainer.load_states`; pytho
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def _begin(state: State, given: Mapping[str, Any]) -> str:
     if state["counts"].get("says_updates", True) and not facts:
         return ""
     options = "".join(
-        f", {json.dumps(name)}: {value!r}" for name, value in given.items() if name != "begin_num_update"
+        f", {quoted(name)}: {value!r}" for name, value in given.items() if name != "begin_num_update"
     )
     return f', {{"begin_num_update": {facts[0]["value"] if facts else "..."}{options}}}'
 

@@ -10,7 +10,6 @@ src/transformers/trainer.py, `Trainer.train`; src/transformers/modeling_utils.py
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, takewhile
@@ -225,7 +224,7 @@ def _load_lines(state: State, saved: SavedRun) -> list[str]:
     of_ranks = any(RANK in file for file in saved.halves.values())
     return [
         *([_RANK] if of_ranks else []),
-        f"files = {json.dumps(files)}",
+        f"files = {{{', '.join(f'{quoted(part)}: {quoted(file)}' for part, file in files.items())}}}",
         "checkpoint = {}",
         "for part, file in files.items():",
         f"    checkpoint[part] = {saved.torch_load(f'file{_OF_RANK}' if of_ranks else 'file')}",
