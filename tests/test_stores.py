@@ -9,6 +9,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -354,6 +355,20 @@ def test_an_answer_that_says_that_it_is_another_part_is_refused(
         return
     with pytest.raises(FormatError):
         first_bytes(checkpoint_place("hf://owner/name/run/a"))
+
+
+def test_a_connection_that_drops_is_made_again(hub: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: one drop ended a conversion of hours, while a busy Hub was asked again."""
+    monkeypatch.setattr("statekit.files.hub._PAUSES", (0.01, 0.01))
+
+    def dropped(handler: Any) -> None:
+        del hub.instead["resolve"]
+        handler.answer(206, b"12", Content_Length="1048576")
+        handler.close_connection = True
+        handler.connection.shutdown(socket.SHUT_RDWR)
+
+    hub.instead["resolve"] = dropped
+    assert first_bytes(checkpoint_place("hf://owner/name/run/a")) == b"12345678"
 
 
 def hanging(handler: Any) -> None:

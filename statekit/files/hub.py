@@ -46,6 +46,8 @@ _MOST_VALUES = 2_000_000
 """Lists, names and values of such a page: in memory each takes many times its bytes."""
 _BUSY, _PAUSES = (408, 429, 500, 502, 503, 504), (1.0, 2.0, 4.0, 8.0, 8.0)
 """What the Hub answers when it may answer later, and seconds between requests then."""
+_DROPPED = {"ConnectError", "ReadError", "WriteError", "CloseError", "RemoteProtocolError"}
+"""Errors of a connection that ended, in whichever library the Hub's has its session of."""
 _MOST_ANSWERS = 20
 """Redirects and answers of a busy Hub to one request."""
 
@@ -136,13 +138,21 @@ class HubTree:
             raise
 
     def _read_into(self, facts: Facts, start: int, into: memoryview) -> None:
+        with self._asking(facts.name):
+            for pause in _PAUSES:
+                try:
+                    return self._read_part(facts, start, into)
+                except Exception as error:  # a connection may drop once in hours
+                    if type(error).__name__ not in _DROPPED:
+                        raise
+                    time.sleep(pause)
+            self._read_part(facts, start, into)
+
+    def _read_part(self, facts: Facts, start: int, into: memoryview) -> None:
         data = bytearray()
         parts = {"Range": f"bytes={start}-{start + len(into) - 1}"}
         where = {"repo_type": self._kind, "revision": self._commit}
-        with (
-            self._asking(facts.name),
-            closing(self._answer(self._url(self._repository, facts.name, **where), parts)) as answer,
-        ):
+        with closing(self._answer(self._url(self._repository, facts.name, **where), parts)) as answer:
             is_part = answer.status_code == 206
             self._check_part(facts, start, answer)
             before = 0 if is_part else start  # a server that knows no parts sends all from the first byte on
