@@ -9,6 +9,7 @@ import pickle
 import shutil
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -410,3 +411,25 @@ def test_a_save_that_is_written_over_before_doctor_looks_is_called_so(
 
     monkeypatch.setattr("statekit.attestation.each_save._verb", verb)
     assert sealed_and_examined(file).problem == "doctor: it was written over or removed meanwhile"
+
+
+def test_a_forked_process_waits_for_its_own_saves_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: the child waited for ever for a thread that its parent had; a path was looked for elsewhere later."""
+    monkeypatch.setattr(
+        "statekit.attestation.each_save.sealed_and_examined", lambda path: Save(path, None, (), "")
+    )
+    monkeypatch.chdir(tmp_path)
+    seals = SealsEachSave()
+    seals.begin("a.pt")
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in a child, which has no thread
+    assert seals._pool is not None
+    seals._pool.submit(lambda: None)
+    seals._begun.append(Future())
+    seals.wait()
+    seals.begin("b.pt")
+    seals.wait()
+    assert (
+        {tmp_path / "b.pt"} <= {save.path for save in seals.saves} <= {tmp_path / "a.pt", tmp_path / "b.pt"}
+    )

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from statekit.errors import printable
 from statekit.files.manifest import FILE, FORMAT, beside
+from statekit.files.source import Files
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class SealsEachSave:
         super().__init__()
         self.saves: list[Save] = []
         self._on_save = on_save or _print_failed
+        self._process = os.getpid()
         self._pool: ThreadPoolExecutor | None = None
         self._begun: list[Future[None]] = []
 
@@ -86,12 +88,16 @@ class SealsEachSave:
             path: The checkpoint.
             problem: What is wrong with it already, if something is.
         """
-        _remove_outdated(Path(path))
+        path = Path(path)
+        with suppress(OSError):  # the run may go on in another folder
+            path = path.absolute()
+        _remove_outdated(path)
+        self._forget_forked()
         self._pool = self._pool or ThreadPoolExecutor(1, "statekit seals")
         try:
-            self._begun.append(self._pool.submit(self._handle, Path(path), problem))
+            self._begun.append(self._pool.submit(self._handle, path, problem))
         except RuntimeError as error:  # the system starts no thread
-            self._take(Save(Path(path), None, (), f"seal: {error}"))
+            self._take(Save(path, None, (), f"seal: {error}"))
 
     def wait(self) -> None:
         """Waits until all checkpoints are handled.
@@ -99,10 +105,16 @@ class SealsEachSave:
         Raises:
             Exception: What `on_save` raised first.
         """
+        self._forget_forked()
         begun, self._begun = self._begun, []
         wait(begun)
         for future in begun:
             future.result()
+
+    def _forget_forked(self) -> None:
+        """Forgets what the process began that this one was forked from: its thread stayed there."""
+        if self._process != os.getpid():
+            self._process, self._pool, self._begun = os.getpid(), None, []
 
     def _handle(self, path: Path, problem: str | None) -> None:
         save = sealed_and_examined(path)
@@ -129,8 +141,8 @@ def _remove_outdated(path: Path) -> None:
         if not manifest.is_file() or manifest.is_symlink():
             return
         newest = max(file.stat().st_mtime_ns for file in (path.iterdir() if is_folder else (path,)))
-        with manifest.open("rb") as file:
-            is_ours = FORMAT.encode() in file.read(64)
+        with Files() as files:
+            is_ours = FORMAT.encode() in files.source(manifest).read(0, 64).tobytes()
         if is_ours and manifest.stat().st_mtime_ns < newest:
             manifest.unlink()
 

@@ -268,13 +268,13 @@ def _check_renewed(checkpoint: Checkpoint, changed: Sequence[FileFault], renew: 
     )
 
 
-def _facts(paths: Sequence[Place]) -> dict[Place, tuple[int, int, int]]:
-    """Returns size, time of change and number of files: what tells whether somebody writes to them meanwhile."""
-    facts = {}
+def _facts(paths: Sequence[Place]) -> dict[Place, tuple[int, ...]]:
+    """Returns size, times and number of files, which tell whether somebody writes to them; who copies sets one time."""
+    facts: dict[Place, tuple[int, ...]] = {}
     for path in paths:
         with reading(path):
             status = Path(path).stat()
-        facts[path] = status.st_size, status.st_mtime_ns, status.st_ino
+        facts[path] = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
     return facts
 
 
