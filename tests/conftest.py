@@ -31,6 +31,14 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# The Hub's client asks whatever server it has for a list of agents, and would keep our servers' answer for the user.
+os.environ["HF_HOME"] = f"{COMPILED.name}/huggingface"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+# Nobody cuts this process's power: that it syncs is tested, that a disk takes 3 ms for each of many thousand is not.
+# Programs that the tests start, and that are killed or whose power is cut, do sync.
+os.fsync = os.fstat  # type: ignore[assignment]
+
 SWEEPS = Path(__file__).with_name("sweeps.txt")
 
 LONGEST = (

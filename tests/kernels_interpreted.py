@@ -36,7 +36,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "SHAPES", SHAPES)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
 def test_every_element_is_within_the_bound_of_the_text(
     schema: str, variant: str, changes: Mapping[str, Any]

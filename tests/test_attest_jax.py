@@ -72,16 +72,12 @@ def driven(work: Path, *which: str) -> Any:
     return json.loads((work / "result.json").read_text())
 
 
-@pytest.mark.slow
-def test_updates_of_optax_are_attested(tmp_path: Path) -> None:
-    assert driven(tmp_path, "all") == {"steps": STEPS}
-
-
-def test_runs_with_optax_and_orbax_are_attested(tmp_path: Path) -> None:
-    result = driven(tmp_path)
+@pytest.mark.parametrize("which", ["sample", pytest.param("all", marks=pytest.mark.slow)])
+def test_runs_with_optax_and_orbax_are_attested(which: str, tmp_path: Path) -> None:
+    result = driven(tmp_path, which)
     steps = result.pop("steps")
-    assert steps == {name: STEPS[name] for name in steps}
-    assert {*result} == {"adamw", "adafactor", "statekit"}
+    assert steps == (STEPS if which == "all" else {name: STEPS[name] for name in steps}) != {}
+    assert {*result} == {"adamw", "adafactor", *["statekit"] * (which == "all")}
     assert result["adamw"].pop("reset") == ["schedule"]
     for kind, names in result.items():
         assert names.pop("honest") == []

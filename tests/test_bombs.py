@@ -42,7 +42,7 @@ def imports() -> int:
     return int(opened("imports")["peak"])
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if b.quick else pytest.mark.slow) for n, b in BOMBS.items()]
 )

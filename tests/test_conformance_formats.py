@@ -145,7 +145,7 @@ def sampled_layouts() -> Iterator[Any]:
             yield pytest.param(layout, home, schema, variant, full, id=label, marks=marks)
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(("layout", "home", "schema", "variant", "full"), [*sampled_layouts()])
 def test_every_layout_holds_what_it_says(
     layout: Layout, home: Container, schema: str, variant: str, full: bool, tmp_path: Path

@@ -123,7 +123,7 @@ def low_precision() -> Iterator[Any]:
                 )  # fmt: skip
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "schema", "variant", "dtype"), [*low_precision()])
 def test_low_precision_is_followed_or_refused(name: str, schema: str, variant: str, dtype: str) -> None:
     alone = (schema, variant) in ALONE

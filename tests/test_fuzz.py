@@ -22,9 +22,9 @@ from samples import ROWS
 
 from statekit.errors import StatekitError
 
-CASES = 150
+CASES = 100
 """Of each reader of a format."""
-TREES = 20
+TREES = 12
 """Of each layout."""
 DRAWN = 25
 """Of each reader of a format, by hypothesis, which makes small what it finds."""

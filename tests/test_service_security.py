@@ -499,6 +499,7 @@ SIGN_IN = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "said", ["", "GET /sign-in HTTP/1.1\r\nHost: localhost\r\n", SIGN_IN], ids=["", "head", "body"]
 )

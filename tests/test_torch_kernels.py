@@ -67,7 +67,7 @@ def test_processes_that_share_tensors_move_them_by_the_rule_of_the_whole(world: 
 @pytest.mark.parametrize(
     "kinds",
     [
-        ("Adafactor", "LANS"),
+        ("Adafactor",),
         pytest.param(("AdamW", "LAMB", "Adafactor", "LANS", "ScaledAdam"), marks=pytest.mark.slow),
     ],
     ids=len,

@@ -52,7 +52,7 @@ def test_one_by_one_it_ends_where_replay_does_bit_for_bit(path: Any) -> None:
         assert differing(driven(recording, foreach=False), replayed(recording)) == []
 
 
-@pytest.mark.sampled(45)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("path", ALL)
 def test_moved_together_each_update_stays_within_the_bound(path: Any) -> None:
     with open_recording(path) as recording:

@@ -1,8 +1,8 @@
 """Converts a sample of every container that is written, and prints as JSON what each opened for writing elsewhere.
 
-    TMPDIR=/nonexistent python writing_places.py FOLDER [careless]
+    TMPDIR=/nonexistent python writing_places.py FOLDER [careless CONTAINER]
 
-`careless` keeps a temporary file where Python keeps them, to show that it is seen.
+`careless` keeps a temporary file where Python keeps them, to show that it is seen, for one container.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,8 +25,8 @@ MAKING = {"os.mkdir", "os.rename", "os.link", "os.symlink", "tempfile.mkstemp", 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
-def elsewhere(folder: Path) -> dict[str, list[str]]:
-    """Returns, by container, the places outside of its target's folder that its conversion made or wrote to."""
+def elsewhere(folder: Path, only: Sequence[str]) -> dict[str, list[str]]:
+    """Returns, by container, all unless some are named, where its conversion made or wrote anything elsewhere."""
     places: list[str] = []
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
@@ -37,6 +37,8 @@ def elsewhere(folder: Path) -> dict[str, list[str]]:
     sys.addaudithook(note)
     foreign = {}
     for name, row in writable().items():
+        if only and name not in only:
+            continue
         source, parent = folder / name / "source", folder / name / "parent"
         source.mkdir(parents=True)
         parent.mkdir()
@@ -71,4 +73,4 @@ def carelessly() -> None:
 if __name__ == "__main__":
     if "careless" in sys.argv:
         carelessly()
-    print(json.dumps(elsewhere(Path(sys.argv[1]))))
+    print(json.dumps(elsewhere(Path(sys.argv[1]), sys.argv[3:])))
