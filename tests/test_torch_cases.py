@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shutil
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import statekit
+from statekit.attestation.doctor import doctor
 from statekit.cli.main import main
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import convert, plan
@@ -241,6 +243,22 @@ def test_trainers_folders_under_deepspeed_open_with_their_optimizer(tmp_path: Pa
         name = next(iter(masters["module"])).replace(".", "/")
         master = masters["optimizer"]["fp32_groups"][0][0].detach().numpy()
         assert np.array_equal(opened.slots[name]["master"].read(), master)
+
+
+@pytest.mark.parametrize("name", ["full", "z0bf"])
+def test_trainers_files_of_another_step_around_deepspeed_are_found(name: str, tmp_path: Path) -> None:
+    """Seen red: doctor found nothing, though it finds the same in a Trainer's own folder."""
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(CASES / "ds_zero2_lora" / name / "checkpoint-4", folder)
+    for file, change in (("scheduler.pt", {"last_epoch": 1}), ("trainer_state.json", {"global_step": 2})):
+        before = (folder / file).read_bytes()
+        if file.endswith(".pt"):
+            torch.save({**stored(folder / file), **change}, folder / file)
+        else:
+            (folder / file).write_text(json.dumps({**json.loads(before), **change}))
+        (examined,) = doctor(folder)
+        assert [finding.name for finding in examined.findings] == ["files"], file
+        (folder / file).write_bytes(before)
 
 
 def test_where_lightning_averages_the_runs_own_weights_go_on(tmp_path: Path) -> None:

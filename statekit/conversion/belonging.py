@@ -556,10 +556,26 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
             yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
     elif name is not None and not may_skip and _is_of_another_step(name.step, state):
         yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_why('the name')}"
-    if _steps_of(checkpoint).get("apart"):
-        steps = {updates, updates * _processes(checkpoint), *([record.step] if record and may_skip else [])}
-        yield from _of_schedules(run.schedules, steps, updates)
+    around = _recorded_around(checkpoint)
+    yield from _of_both(around, record)
+    is_apart = _steps_of(checkpoint).get("apart", around is not None)
+    steps = {updates, updates * _processes(checkpoint), state.counts.schedule}
+    steps |= {record.step} if record and may_skip else set()
+    yield from _of_schedules(run.schedules if is_apart else (), steps, updates)
     yield from _of_ranks(checkpoint, state)
+
+
+def _recorded_around(checkpoint: Checkpoint) -> tuple[str, Any] | None:
+    """Returns where a trainer around an engine says its step, and what it says; None without one."""
+    path = tuple(_steps_of(checkpoint).get("records_too", ()))
+    step = at(checkpoint.tree, path) if path else None
+    return None if step is None else ("/".join(path), step)
+
+
+def _of_both(around: tuple[str, Any] | None, record: Said | None) -> Iterator[str]:
+    """Yields that a trainer and the engine inside it are of different steps."""
+    if around is not None and record is not None and around[1] != record.step:
+        yield f"{around[0]} says step {around[1]!r:.40}, {record.place} {record.step}: {_why()}"
 
 
 def _of_schedules(schedules: Iterable[Schedule], steps: Container[int], updates: int) -> Iterator[str]:
