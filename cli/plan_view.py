@@ -86,6 +86,7 @@ def show_brief(stdout: Screen, plan: Plan, report: Report) -> None:
         ("Not bitwise", _inexact(plan)),
         ("Another update by the target's rule", map(str, _worse(plan))),
         ("Left behind", folded(plan.dropped)),
+        ("In the manifest alone, for the way back", folded(dict.fromkeys(plan.kept, ""))),
         ("Odd about the source", (finding.what for finding in plan.findings)),
         ("Measured", map(str, report.measured)),
         ("Assumed", map(_first_clause, plan.assumptions)),

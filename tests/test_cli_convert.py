@@ -64,6 +64,19 @@ def test_in_short_it_names_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFi
     assert "\nChanged, as asked: " in shown
 
 
+@pytest.mark.torch
+def test_in_short_it_names_what_stands_in_the_manifest_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training loop that reads the branch again finds no key of its name."""
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 1)
+    ema = {"weight": torch.ones(2), "device": torch.device("cpu")}
+    torch.save({"model": model.state_dict(), "ema": ema}, tmp_path / "run.pt")
+    assert main(["convert", str(tmp_path / "run.pt"), str(tmp_path / "out.pt")]) == DONE
+    assert "In the manifest alone, for the way back: extra/torch/ema" in capsys.readouterr().out
+
+
 def test_quietly_it_says_nothing_and_does_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
