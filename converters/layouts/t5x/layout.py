@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, dropped_from
 from statekit.converters.layouts.hyperparameters import (
     Hyperparameters,
     ManifestRecord,
@@ -27,29 +27,34 @@ from statekit.converters.layouts.hyperparameters import (
     manifest_state,
     with_minimum,
 )
-from statekit.converters.layouts.t5x.encode import SLOTS, as_t5x, encoded
 from statekit.converters.layouts.t5x.lines import gin_lines
 from statekit.converters.layouts.t5x.traversals import TRAVERSALS, traversed
-from statekit.errors import Faults, StateError, some
+from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.factoring import (
     PLACEHOLDER,
     GivenRules,
+    by_size,
     effective,
     first_entry,
     from_slots,
     given_rules,
     map_entries,
+    with_placeholders,
 )
 from statekit.state.factoring import fits as fits_slots
 from statekit.state.options import checked_hparams, read_hparams
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import DType, Shape, Tensor
-from statekit.tensors.tree import Tree, walk
+from statekit.tensors.tensor import DTYPES, DType, Shape, Tensor, in_memory
+from statekit.tensors.tree import Tree, nested, walk
 from statekit.tensors.typed import Natural, fits, shown
+
+SLOTS = ("v_row", "v_col", "v", "m")
+_EXTRA = ("flax_mutables", "t5x")
+_PLACE = "checkpoint_{step}/state"
 
 
 @dataclass(frozen=True)
@@ -619,6 +624,74 @@ def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
         )
     if flat:
         yield f"Unfactored matrices are taken to have no BATCH axis ({some(flat)})."
+
+
+def encoded(state: TrainState) -> Encoded:
+    """Returns T5X's tree.
+
+    Raises:
+        InexactError: T5X has no place for the optimizer, or for a slot; lists every one.
+    """
+    if state.optimizer.schema != "adafactor":
+        raise InexactError(
+            "The layout t5x holds Adafactor's state only.", expected="adafactor", found=state.optimizer.schema
+        )
+    faults = Faults()
+    moved = set(state.optimizer.paths)
+    states: dict[tuple[str, ...], Any] = {}
+    for path, param in state.params.items() if state.slots else ():
+        slots = state.slots.get(path, {})
+        node = (
+            None
+            if not slots and path not in moved
+            else _placed(path, param, slots, state.rules.get(path), faults)
+        )
+        states[tuple(path.split("/"))] = node
+    if not 0 <= state.counts.updates < 2**31:
+        faults.add(f"{state.counts.updates} updates don't fit int32", "state/step")
+    faults.check(InexactError, "T5X can't hold the state")
+    extra = {name: state.extra[name] for name in _EXTRA if name in state.extra}
+    beyond = extra.pop("t5x", {})
+    tree = {
+        "state": {
+            "param_states": nested(states),
+            "step": in_memory(np.asarray(state.counts.updates, np.int32), "state/step"),
+            **beyond.get("state", {}),
+        },
+        "target": nested({tuple(path.split("/")): param for path, param in state.params.items()}),
+        **extra,
+        **{key: value for key, value in beyond.items() if key != "state"},
+    }
+    return Encoded(tree, state.counts.updates, dropped=_dropped(state), place=_PLACE)
+
+
+def as_t5x(rule: Rule, shape: Shape) -> Rule:
+    """Returns a rule with T5X's labels: it reads a matrix by its size, whatever another system called row."""
+    other_way = rule.factored and len(rule.axes) == 2 and rule.axes == by_size(shape)[::-1]
+    return Rule(by_size(shape), rule.known_from) if other_way else rule
+
+
+def _placed(
+    path: str, param: Tensor, slots: Mapping[str, Tensor], rule: Rule | None, faults: Faults
+) -> dict[str, Tensor]:
+    """Returns the four slots of a parameter; placeholders where one isn't in use."""
+    if not ({"v"} <= slots.keys() or {"v_row", "v_col"} <= slots.keys()):
+        faults.add("has no second moment", path)
+    faults += [(f"has slot {name}, for which T5X has no place", path) for name in slots if name not in SLOTS]
+    if rule is not None and rule.factored and len(rule.axes) == 2 and Axis.BATCH not in rule.axes:
+        if as_t5x(rule, param.shape) != rule:
+            slots = {**slots, "v_row": slots["v_col"], "v_col": slots["v_row"]}
+        elif rule.axes != by_size(param.shape):
+            faults.add("is a matrix that is factored along one axis only", path)
+    filled = with_placeholders("t5x", slots, SLOTS, DTYPES["float32"])
+    return {name: filled[name] for name in sorted(SLOTS)}
+
+
+def _dropped(state: TrainState) -> dict[str, str]:
+    dropped = dropped_from(state.extra, _EXTRA, "T5X")
+    if state.counts.schedule != state.counts.updates:
+        dropped["counts/schedule"] = "T5X has one step for both, and the optimizer's is kept"
+    return dropped
 
 
 LAYOUT = T5XAdafactor()

@@ -56,10 +56,10 @@ def changed_at_loading(
         )
     rest = {name: value for name, value in overrides.items() if name not in (*AT_LOADING, INIT_MISSING)}
     given = {name: value for name, value in overrides.items() if name in AT_LOADING}
-    if (asked := Changes.of(given)) is not None:
+    if given and (asked := Changes.of(given)) is not None:
         asked = replace(asked, drop_slots_of=tuple(map(_as_path, asked.drop_slots_of)))
         state, _ = changed(state, asked, makers)
-    if begins := patterns(INIT_MISSING, overrides.get(INIT_MISSING)):
+    if INIT_MISSING in overrides and (begins := patterns(INIT_MISSING, overrides[INIT_MISSING])):
         state, named = with_missing(state, model, begins)
         counted = "" if state.counts.behind else f", at a count of {state.counts.updates} updates"
         warnings.warn(f"slots begin anew{counted}: {some(named)}", stacklevel=3)

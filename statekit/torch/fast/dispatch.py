@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +16,9 @@ from statekit.torch.fast.batching import Slots, Tensors
 from statekit.torch.fast.lamb import fast_lamb
 from statekit.torch.fast.lans import fast_lans
 from statekit.torch.fast.scaled_adam import fast_scaled_adam
-from statekit.torch.kernels import runs_on
 from statekit.torch.kernels.grouped import GroupedMove, grouped_move
 from statekit.torch.kernels.sharded import ShardedMove, sharded_move
+from statekit.torch.kernels.source import is_interpreted
 from statekit.torch.sharding import is_sharded
 
 
@@ -64,6 +66,16 @@ def fast_path(
         return sharded_move(schema, variant, config, param, slots or {}) if has_kernels else None
     move = grouped_move(schema, variant, config, param) if has_kernels else None
     return move or FAST[schema](variant, config, param)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Tells whether kernels run on a device: a GPU that torch has Triton for, or Triton's interpreter on a CPU."""
+    return _has_triton() and (is_interpreted() if device.type == "cpu" else device.type in ("cuda", "xpu"))
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def takes_any_gradient(move: FastMove) -> bool:

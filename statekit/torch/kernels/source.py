@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -9,7 +10,6 @@ from typing import TypeAlias
 import torch
 
 from statekit.tensors.tensor import DTYPES
-from statekit.torch.kernels import is_interpreted
 from statekit.torch.kernels.staging import FULL, SIDE, SINGLE, Stage, Staging, is_cut, is_rounded, span
 from statekit.torch.kernels.traced import Traced
 
@@ -565,6 +565,11 @@ def _rounded(x: str, dtype: str) -> str:
     if dtype == "float32":
         return x
     return f"rounded_to_bfloat16({x})" if dtype == "bfloat16" else f"{x}.to(tl.{dtype}).to(tl.float32)"
+
+
+def is_interpreted() -> bool:
+    """Tells whether Triton's interpreter runs kernels, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _rounding() -> str:
