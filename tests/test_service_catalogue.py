@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from goldens import GOLDEN
 from statekit.errors import CommitError, CorruptError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.service import roots, scanning
 from statekit.service.catalogue import Catalogue
-from statekit.service.database import FILE, OWNER, Database, Ownership
+from statekit.service.database import FILE, OWNER, DamagedCatalogueError, Database, Ownership
 from statekit.service.lineage import MOST_NODES, lineage_of
-from statekit.service.mending import mend
 from statekit.service.records import Query
 from statekit.service.runs import runs_below
 from statekit.service.server import _tried
@@ -140,15 +139,10 @@ def test_a_folder_with_a_part_that_is_cut_off_is_one_checkpoint_that_cannot_be_r
 def test_what_comes_while_a_scan_looks_costs_nothing_that_is_there(
     database: Database, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen red: a save during a scan had the whole root taken for what went, and all in it for gone.
-
-    The catalogue was also said to be mended at each scan, while it had no runs.
-    """
+    """Seen red: a save during a scan had the whole root taken for what went, and all in it for gone."""
     shutil.copy(TORCH, root / "run" / "a.pt")
     catalogue = Catalogue(database, [root])
     catalogue.scan()
-    with database.writing() as connection:
-        assert mend(connection, 1) == 0
     listing = scanning.listed
 
     def listed(place: Path) -> scanning.Folder:
@@ -617,7 +611,7 @@ ODD: dict[str, dict[str, Any]] = {
 """What another program may put into columns, in SQL."""
 
 
-def test_a_row_of_another_form_is_damage_and_the_next_scan_mends_it(tmp_path: Path) -> None:
+def test_a_row_of_another_form_is_damage_until_a_backup_is_restored(tmp_path: Path) -> None:
     served = Served(tmp_path)
     shutil.copytree(T5X, served.root / "run" / "checkpoint_5")
     served.service.catalogue.scan()
@@ -630,15 +624,24 @@ def test_a_row_of_another_form_is_damage_and_the_next_scan_mends_it(tmp_path: Pa
     for table, column in [(table, column) for table, columns in ODD.items() for column in columns]:
         number = served.service.catalogue.checkpoints(Query(sort="path")).items[0].id
         served.service.catalogue.tag(number, "kept")
-        with closing(sqlite3.connect(served.database.path, isolation_level=None)) as other:
-            other.execute(f"UPDATE {table} SET {column} = {ODD[table][column]}")
+        other, backup = (
+            sqlite3.connect(served.database.path, isolation_level=None),
+            sqlite3.connect(":memory:"),
+        )
+        other.backup(backup)
+        other.execute(f"UPDATE {table} SET {column} = {ODD[table][column]}")
         addresses = ("/", "/api/v1/checkpoints", f"/lineage/{number}", "/api/v1/runs", "/metrics")
         answers = [served.client.get(address) for address in addresses]
         refused = [answer for answer in answers if answer.status_code != 200]
         assert refused or column == "root", (table, column)
         for answer in refused:
             assert answer.status_code == 503 and "The catalogue is damaged." in answer.text, (table, column)
-        served.service.catalogue.scan()
+            assert "restore it from a backup" in answer.text, (table, column)
+        with suppress(DamagedCatalogueError):  # where the scan reads it
+            served.service.catalogue.scan()
+        backup.backup(other)
+        other.close()
+        backup.close()
         assert listed() == before, (table, column)
         for address in addresses:
             assert served.client.get(address).status_code == 200, (table, column, address)

@@ -19,7 +19,6 @@ from sqlalchemy.sql import ColumnElement
 
 from statekit.errors import NotFoundError, RefusedError, StatekitError, UsageError, printable
 from statekit.service.database import Database
-from statekit.service.mending import mend
 from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan, Scanning
 from statekit.service.roots import path_beneath, shown, target_beneath
 from statekit.service.scanning import Scanner, Seen, run_key
@@ -147,8 +146,6 @@ class Catalogue:
     def _scan(self) -> Scan:
         began = time.monotonic()
         counts, failures = Counter[str](), list[StatekitError]()
-        with self._database.writing() as connection:
-            mend(connection, min(self._roots))
         for number, scanner in self._scanners.items():
             if not scanner.root.is_dir():  # not mounted just now: that says nothing of what lies there
                 continue
