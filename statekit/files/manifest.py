@@ -227,12 +227,8 @@ def _faults_of_leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from ((fault, REST) for fault in leaf_faults(2**63, leaves_in(document.get(REST, {}))))
 
 
-def require_manifest(folder: Place, files: Files | None = None) -> dict[str, Any]:
+def require_manifest(folder: Place) -> dict[str, Any]:
     """Reads the manifest of a folder that must have one.
-
-    Args:
-        folder: The folder.
-        files: The checkpoint's open files, whose budget holds the manifest.
 
     Raises:
         NotFoundError: No manifest.
@@ -240,7 +236,7 @@ def require_manifest(folder: Place, files: Files | None = None) -> dict[str, Any
         CorruptError: It was changed after it was written.
     """
     path = folder / FILE
-    manifest = parse(read_small(path, files), path, files.account if files else None)
+    manifest = parse(read_small(path), path)
     check_inside(folder, manifest)
     return manifest
 
@@ -265,15 +261,10 @@ def tensor_entry(tensor: Tensor, digest: str) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "blake3": digest}
 
 
-def file_entry(path: Place, files: Files | None = None) -> dict[str, Any]:
-    """Returns a file's entry in a manifest, by the digest of all its bytes.
-
-    Args:
-        path: The file.
-        files: Those of the checkpoint that it belongs to, by whose links it may be reached; None if it is ours.
-    """
-    with Files() as opened:
-        source = (files or opened).source(path)
+def file_entry(path: Place) -> dict[str, Any]:
+    """Returns the entry of a file of ours in a manifest, by the digest of all its bytes."""
+    with Files() as files:
+        source = files.source(path)
         return {"bytes": source.size, "blake3": source_digest(source)}
 
 

@@ -81,8 +81,8 @@ class Held(TypeDecorator[Any]):
         return value in self.among if isinstance(value, str) else not value or value.keys() >= {*self.among}
 
 
-def _one_of(kinds: Any, length: int = 16) -> Held:
-    return Held(String(length), str, get_args(kinds))
+def _one_of(kinds: Any) -> Held:
+    return Held(String(16), str, get_args(kinds))
 
 
 _BLOB, TEXT, _WHOLE, _BIG = (

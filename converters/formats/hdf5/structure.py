@@ -90,9 +90,9 @@ class Fields:
         value, self.at = self.data[self.at : end], end + 1
         return value
 
-    def align(self, start: int, unit: int = 8) -> None:
-        """Passes over what fills a field that began at `start` up to a multiple of `unit` bytes."""
-        self.take(-(self.at - start) % unit)
+    def align(self, start: int) -> None:
+        """Passes over what fills a field that began at `start` up to a multiple of 8 bytes."""
+        self.take(-(self.at - start) % 8)
 
     @property
     def left(self) -> int:
