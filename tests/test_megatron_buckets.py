@@ -248,3 +248,19 @@ def test_a_step_that_all_parameters_shared_or_that_is_missing_is_a_finding(
     assert planned.target.step == updates
     assert any("iterations" in note for note in planned.assumptions) == bool(kind)
     assert all(said in note for note in planned.assumptions if "iterations" in note)
+
+
+@pytest.mark.parametrize("form", ["legacy", "dp_reshardable"])
+def test_the_iteration_that_the_tracker_names_is_opened(form: str, tmp_path: Path) -> None:
+    """Megatron-LM opens no other: after a roll-back, or where a save was cut off before the tracker was written."""
+    run = tmp_path / "run"
+    shutil.copytree(LEGACY.parents[1] / form, run)
+    shutil.copytree(run / "iter_0000003", run / "iter_0000009")
+    for text, step in (("3\n", 3), ("9", 9), ("7", 9), ("release", 9), ("", 9)):
+        (run / "latest_checkpointed_iteration.txt").write_text(text)
+        with open_state(run, step=None) as opened:
+            assert opened.checkpoint.step == step
+            odd = [
+                found.what for found in opened.checkpoint.findings if "Megatron opens nothing" in found.what
+            ]
+            assert len(odd) == (text.strip() not in ("3", "9"))

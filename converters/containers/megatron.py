@@ -35,9 +35,9 @@ from statekit.converters.formats.pytorch.one_step import OfRanks, check_one_step
 from statekit.converters.formats.pytorch.reader import named, read_object
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
-from statekit.files.checkpoint import STEPS, Checkpoint
+from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.sections import CutPoints, Section
-from statekit.files.source import Files, listing, opening, read_small
+from statekit.files.source import Files, first_bytes, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tree import Record, strict_json
@@ -103,7 +103,8 @@ class Megatron:
             )
         if (path / _LEGACY).is_file() or steps_below(path, _LEGACY):
             return self._open_legacy(path, step, budget)
-        place, number, steps = step_folder(path, step, _CONFIG, "checkpoint of Megatron-Core")
+        wanted, remarks = _tracked(path, step, _CONFIG)
+        place, number, steps = step_folder(path, wanted, _CONFIG, "checkpoint of Megatron-Core")
         with opening(path, budget) as files:
             _backend(place, files)
             common = read_object(files.source(place / _COMMON_FILE))
@@ -111,11 +112,12 @@ class Megatron:
             sharded = {key: folder.values[key] for key in folder.contents.paths}
             tree, others = {COMMON: common.tree, SHARDED: sharded}, (_CONFIG, _COMMON_FILE)
             checkpoint = folder.checkpoint(self.name, tree, number, steps, others)
-        return replace(checkpoint, findings=(*common.findings, *checkpoint.findings))
+        return replace(checkpoint, findings=(*remarks, *common.findings, *checkpoint.findings))
 
     def _open_legacy(self, path: Place, step: int | None, budget: Budget | None) -> Checkpoint:
         """Opens a folder of the format `torch`, in the form that a gathered state has among distributed ones."""
-        place, number, steps = step_folder(path, step, _LEGACY, "checkpoint of Megatron-LM")
+        wanted, remarks = _tracked(path, step, _LEGACY)
+        place, number, steps = step_folder(path, wanted, _LEGACY, "checkpoint of Megatron-LM")
         ranks = _ranks(place)
         with opening(path, budget) as files:
             paths = [place / rank / _MODEL for rank in ranks]
@@ -127,7 +129,7 @@ class Megatron:
             _check_ranks(place, ranks, models[0].get("args"))
             _check_steps([*zip(paths, models, strict=True)])
             others = {key: part for key, part in models[0].items() if key not in ("model", "optimizer")}
-            findings = [finding for part in saved for finding in part.findings]
+            findings = [*remarks, *(finding for part in saved for finding in part.findings)]
             if all(_has_state(tree.get("optimizer")) for tree in models):
                 tree = {COMMON: others, SHARDED: {}, _RANKS: dict(zip(ranks, models, strict=True))}
             elif len(ranks) > 1:
@@ -173,6 +175,26 @@ class Megatron:
         if prefix:
             with stage.file(_LATEST) as file:
                 file.write(str(encoded.step).encode())
+
+
+def _tracked(run: Place, step: int | None, marker: str) -> tuple[int | None, list[Finding]]:
+    """Returns which iteration of a run is opened, the one that Megatron's tracker names, and what is odd about it.
+
+    Source: Megatron-LM, megatron/training/checkpointing.py, `read_metadata`.
+
+    Args:
+        run: The folder.
+        step: The iteration that was asked for, if one was.
+        marker: The file that each iteration has.
+    """
+    steps, tracker = steps_below(run, marker), run / _LATEST
+    if step is not None or not steps or not tracker.is_file():
+        return step, []
+    name = first_bytes(tracker, 40).decode("utf-8", "replace").strip()
+    if name.isdecimal() and int(name) in steps:
+        return int(name), []
+    odd = f"{_LATEST} names {name!r}, which isn't there, so that Megatron opens nothing; the newest one is taken"
+    return None, [Finding(odd, f"{tracker}")]
 
 
 def _pieces(encoded: Encoded, target: Place) -> DcpFolder:
