@@ -341,10 +341,19 @@ def named_order(
     if all(isinstance(name, str) for group in groups for name in group["params"]):
         return Order(tuple(tuple(group["params"]) for group in groups))
     if all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
-        return Order(tuple(tuple(map(str, group["param_names"])) for group in groups))
+        names = [str(name) for group in groups for name in group["param_names"]]
+        dotted = as_named(names, model)  # the model may be saved without the wrapper that it was trained in
+        if (len({*dotted}) == len(dotted) and {*dotted} <= model.keys()) or not _are_of_parts(names, model):
+            return _cut(groups, dotted)
     if given is None:
         return None
     return _cut(groups, _known(given, model))
+
+
+def _are_of_parts(names: Sequence[str], model: Mapping[str, Any]) -> bool:
+    """Tells whether names are those within parts of the model, from which nobody can tell the parts."""
+    ends = {name[at + 1 :] for name in model for at, letter in enumerate(name) if letter == "."}
+    return {*names} <= {*ends}
 
 
 def _known(given: Sequence[str], model: Mapping[str, Any]) -> list[str]:
