@@ -175,8 +175,10 @@ def test_a_compiled_models_file_fits_the_model_inside(tmp_path: Path) -> None:
 def test_no_optimizer_is_called_by_anothers_name(
     slots: set[str], options: set[str], name: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    usual = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    usual: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     more = {"weight_decouple": True, "fixed_decay": False, "foreach": None, "step": 3} if options else {}
+    if name == "Lion":  # whose group has no eps: with one it is Adam that has lost its second moments
+        del usual["eps"]
     group = {**usual, **more, **dict.fromkeys(options, 0.1), "params": [0]}
     state = {0: {slot: torch.ones(2, 3) for slot in slots}}
     path = tmp_path / "run.pt"
