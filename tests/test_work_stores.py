@@ -25,6 +25,7 @@ from statekit.files.source import checkpoint_place
 from statekit.files.store_home import StoreHome, bucket_of
 from statekit.files.tree import WORK, StoredPlace
 from statekit.scale import running
+from statekit.scale.brought import packed
 from statekit.scale.engine import carry_out
 from statekit.scale.work import Work, split
 from statekit.tensors.tree import walk
@@ -318,9 +319,14 @@ def test_what_joins_the_parts_is_that_of_the_first_finish(store: Served) -> None
         first = below(store, "there/")
         assert any(name.endswith("state/manifest.ocdbt") for name in first)
         joined = store.files["there.work/joined"]
-        store.files["there.work/joined"] = joined[:-1]
-        with pytest.raises(CorruptError, match="was changed"):
-            work.finish()
+        for forged in (
+            joined[:-1],
+            packed([("elsewhere/file", "", 0)], [b"1"]),
+            packed([("there/../file", "", 0)], [b"1"]),
+        ):
+            store.files["there.work/joined"] = forged
+            with pytest.raises(CorruptError, match="was changed"):
+                work.finish()
         store.files["there.work/joined"] = joined
         work.finish()
     assert first.items() <= below(store, "there/").items()

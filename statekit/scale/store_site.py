@@ -16,7 +16,7 @@ from typing import Any
 from statekit.errors import CommitError, CorruptError, NotFoundError, TargetExistsError
 from statekit.files.claims import Claim, claim_target, claims_of, is_complete, release, taken_over
 from statekit.files.homes import Entries, Home
-from statekit.files.manifest import digest_by
+from statekit.files.manifest import digest_by, inside
 from statekit.files.objects import Objects
 from statekit.files.source import Files, checkpoint_place
 from statekit.files.store import state_of
@@ -181,7 +181,10 @@ class StoreSite:
             self._objects.read(f"{self._name}/{JOINED}", _MOST_BYTES) or b"", self._place / JOINED
         )
         files = {name: bytes(data) for (name, _, _), data in whole}
-        if bool(files) != bool(home.held):
+        top = f"{self._target_name}/"
+        if bool(files) != bool(home.held) or not all(
+            name.startswith(top) and inside(name.removeprefix(top)) for name in files
+        ):
             raise CorruptError(
                 "What joins the tasks' files was changed.",
                 place=self._place / JOINED,
