@@ -312,6 +312,15 @@ def test_a_schedule_that_each_of_several_processes_moved_is_of_the_same_step(tmp
     assert noticed(place) == ""
 
 
+@pytest.mark.parametrize("files", [5, ["random_states_0.pkl"], None])
+def test_a_run_that_calls_something_else_files_has_one_process(files: Any, tmp_path: Path) -> None:
+    """Seen red: `inspect` had failed of itself where this was no mapping, and where the tree was a list."""
+    model, optimizer, _ = run(4)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "files": files}
+    torch.save(saved, tmp_path / "run.pt")
+    assert noticed(tmp_path / "run.pt") == ""
+
+
 @pytest.mark.parametrize(
     ("make", "file"),
     [

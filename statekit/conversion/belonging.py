@@ -630,5 +630,6 @@ def _processes(checkpoint: Checkpoint) -> int:
 
     Source: huggingface/accelerate, scheduler.py, `AcceleratedScheduler.step`.
     """
-    files = checkpoint.tree.get("files") or {}
-    return max(1, sum(bool(_RANDOM_STATES.fullmatch(str(name))) for name in files))
+    files = at(checkpoint.tree, ("files",))
+    names = files if isinstance(files, Mapping) else ()
+    return max(1, sum(bool(_RANDOM_STATES.fullmatch(str(name))) for name in names))
