@@ -690,3 +690,30 @@ def test_without_zero_deepspeed_moves_masters_of_what_is_below_float32(form: str
     for slots in parts[form]["optimizer"].state.values():
         slots["exp_avg"].zero_()
     assert findings() == ["slot-zero"]
+
+
+def test_a_parameter_that_stands_twice_is_found(checkpoint: Path) -> None:
+    """Seen red: the run passed, though PyTorch updates such a parameter twice."""
+    run = loaded(checkpoint, made())
+    params = run.optimizer.param_groups[0]["params"]
+    params.append(params[0])
+    assert "moved-twice" in {one.name for one in attested(run, checkpoint).findings}
+
+
+@pytest.mark.parametrize("form", ["sparse", "meta", "no state", "lazy"])
+def test_a_live_run_of_an_odd_form_is_an_error_or_a_finding(form: str, checkpoint: Path) -> None:
+    """Seen red: NotImplementedError, KeyError and RuntimeError of PyTorch's."""
+    run = loaded(checkpoint, made())
+    slots = state(run, 0)
+    if form == "sparse":
+        slots["exp_avg"] = slots["exp_avg"].to_sparse()
+    elif form == "meta":
+        slots["exp_avg"] = torch.empty_like(slots["exp_avg"], device="meta")
+    elif form == "no state":
+        run.optimizer.param_groups[0]["params"].clear()
+    else:
+        run.model.add_module("late", torch.nn.LazyLinear(2))
+        with pytest.raises(UsageError, match="no values yet"):
+            statekit.torch.load_params(checkpoint, run.model)
+    with pytest.raises((StateError, UsageError)):
+        attested(run, checkpoint, strict=True)

@@ -124,6 +124,20 @@ def test_fit_is_attested_before_its_first_update(saved: Callable[..., Path]) -> 
     assert int(forgot.optimizer.iterations) == 0
 
 
+class Nameless(keras.optimizers.Optimizer):  # type: ignore[name-defined,misc]  # its base is untyped
+    def __init__(self) -> None:
+        super().__init__(0.1)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        variable.assign_sub(learning_rate * gradient)
+
+
+def test_an_optimizer_that_cannot_be_copied_is_a_finding(saved: Callable[..., Path]) -> None:
+    """Seen red: TypeError of the user's class at the first batch."""
+    (finding,) = attested(compiled(Nameless()), saved("AdamW")).findings
+    assert "call optimizer.build" in f"{finding.found}"
+
+
 def slots_of(net: Any) -> list[Any]:
     skipped = ("iteration", "learning_rate")
     return [v for v in net.optimizer.variables if v.name not in skipped and "float" in str(v.dtype)]

@@ -269,6 +269,11 @@ RUN_FAULTS: Mapping[str, Fault] = {
         "the model doesn't train, whatever the loss of the first steps shows",
         "make the optimizer after the model is wrapped, moved and cast, of the parameters that it has then",
     ),
+    "moved-twice": Fault(
+        "The optimizer has a parameter twice.",
+        "each step updates it twice, with one count",
+        "name each parameter once in the groups that the optimizer is made of",
+    ),
     "shape": Fault(
         "Tensors have another shape than in the checkpoint.",
         "values belong to other elements, or broadcast",

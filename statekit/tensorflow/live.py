@@ -13,6 +13,7 @@ from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS
 from statekit.dropin.matching import renamed
+from statekit.errors import UsageError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.state.options import FACTOR, RATE_NAMES
 from statekit.state.train_state import Group, Optimizer, TrainState
@@ -144,8 +145,16 @@ def _kept(optimizer: Any, built: Any) -> dict[str, Any]:
 
 def _begun(optimizer: Any, variables: Sequence[Any]) -> Any:
     """Returns a built copy of an optimizer that isn't built yet, with a constant rate, which is its second variable."""
-    begun = type(optimizer).from_config({**optimizer.get_config(), "learning_rate": 0.0})
-    begun.build(variables)
+    try:
+        begun = type(optimizer).from_config({**optimizer.get_config(), "learning_rate": 0.0})
+        begun.build(variables)
+    except Exception as error:  # of a class of the user's
+        raise UsageError(
+            "An optimizer that isn't built yet can't be copied, to see which variables it will have.",
+            place=type(optimizer).__name__,
+            found=f"{type(error).__name__}: {error}",
+            remedy="call optimizer.build(model.trainable_variables) first",
+        ) from error
     return begun
 
 

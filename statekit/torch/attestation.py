@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -159,7 +160,12 @@ def live_run(
     shared = is_apart and torch.distributed.is_initialized()
     run = LiveRun(
         live=lambda opened: live_state(checkpoint()),
-        findings=[*_strangers(inner, every), *_drives_another(moved, driven), *_of_another_class(inner)],
+        findings=[
+            *_strangers(inner, every),
+            *_moved_twice(inner, every),
+            *_drives_another(moved, driven),
+            *_of_another_class(inner),
+        ],
         live_rates=_rates(moved, driven),
         live_length=_length(moved),
         strict_schedule=strict_schedule,
@@ -303,6 +309,16 @@ def _strangers(
     if not strange:
         return []
     return [fault("optimizer-elsewhere", strange, "the model's parameters", f"{len(strange)} other tensors")]
+
+
+def _moved_twice(
+    optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, torch.Tensor]
+) -> list[Finding]:
+    times = [
+        Counter(id(param) for group in _groups([one]) for param in group["params"]) for one in optimizers
+    ]
+    twice = [name for name, param in params.items() if any(counts[id(param)] > 1 for counts in times)]
+    return [fault("moved-twice", twice, "each parameter once", "some twice")] if twice else []
 
 
 def _drives_another(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> list[Finding]:

@@ -17,7 +17,7 @@ from statekit.dropin.by_name import path_of, renamed_path
 from statekit.dropin.loading import Call, Framework, Loaded, LoadOptions, ResumeOptions, put, resumed
 from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable, saved_under
 from statekit.dropin.overrides import rate_of
-from statekit.errors import Faults, StateError, UsageError
+from statekit.errors import Faults, StateError, UsageError, some
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import maps_of
 from statekit.maps.modules import TargetModel
@@ -188,7 +188,7 @@ def load_params(
         raise UsageError(
             "load_params needs the model.", expected="a torch.nn.Module", found=type(model).__name__
         )
-    put(FRAMEWORK, path, Model(list(model.named_parameters()), model), options, _copied_into)
+    put(FRAMEWORK, path, Model(pairs_of(model), model), options, _copied_into)
 
 
 def _copied_into(loaded: Loaded, model: Model) -> None:
@@ -301,7 +301,7 @@ def pairs_of(named_parameters: NamedParameters) -> list[tuple[str, torch.Tensor]
     """Returns parameters with their names.
 
     Raises:
-        UsageError: They have none.
+        UsageError: They have none, or no values yet.
     """
     pairs: Any = named_parameters
     if isinstance(named_parameters, torch.nn.Module):
@@ -314,6 +314,12 @@ def pairs_of(named_parameters: NamedParameters) -> list[tuple[str, torch.Tensor]
             "load_optimizer needs the parameters' names.",
             expected="model.named_parameters(), or the model",
             found=type(named_parameters).__name__,
+        )
+    if lazy := [name for name, param in named if torch.nn.parameter.is_lazy(param)]:
+        raise UsageError(
+            "Parameters have no values yet.",
+            place=some(lazy),
+            remedy="run a batch through the model first",
         )
     return named
 

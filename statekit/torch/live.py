@@ -15,6 +15,7 @@ import torch
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS
+from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, index_shape, normal_index
@@ -53,7 +54,16 @@ class LiveTensor:
         return (tuple(slice(i, i + n) for i, n in zip(start, local.shape, strict=True)),)
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block; of a sharded tensor it must lie in its part."""
+        """Reads a block; of a sharded tensor it must lie in its part.
+
+        Raises:
+            StateError: It is sparse, or on the device "meta".
+        """
+        if self.value.is_meta or self.value.layout != torch.strided:
+            found = "on the device meta" if self.value.is_meta else f"{self.value.layout}"
+            raise StateError(
+                "A live tensor has no values that can be compared.", place=self.name, found=found
+            )
         bounds = normal_index(index, self.shape)
         local, start = own_part(self.value)
         inside = tuple(slice(cut.start - i, cut.stop - i) for cut, i in zip(bounds, start, strict=True))
@@ -186,7 +196,15 @@ def named_state(
         names: Name of each parameter by its `id`.
         flat: What this process has of parameters that FSDP1 keeps flat, by their `id`; of their slots it is as much.
     """
-    saved = optimizer.state_dict()
+    try:
+        saved = optimizer.state_dict()
+    except Exception as error:  # of a class of the user's
+        raise StateError(
+            "The live optimizer doesn't give its state.",
+            place=type(optimizer).__name__,
+            found=f"{type(error).__name__}: {error}",
+            remedy="give the optimizer that it wraps",
+        ) from error
     groups: list[dict[str, Any]] = []
     gone: set[Any] = set()
     for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
