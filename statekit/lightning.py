@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from statekit.errors import MissingExtraError, extra
+from statekit.errors import MissingExtraError, extra, printable
 
 try:
     from lightning.pytorch.callbacks import Callback
 
-    from statekit.attestation.each_save import OnSave, SealsEachSave, written_at
+    from statekit.attestation.each_save import OnSave, SealsEachSave, tell, written_at
     from statekit.attestation.once import AttestsOnce
     from statekit.torch.attestation import attest
 except ModuleNotFoundError as error:
@@ -81,21 +81,42 @@ class SealCallback(SealsEachSave, Callback):  # type: ignore[misc]  # its base i
     def __init__(self, on_save: OnSave | None = None) -> None:
         super().__init__(on_save)
         self._seen: set[tuple[str, int | None]] = set()
+        self._paths: set[str] = set()
+        self._is_pending = self._is_told = False
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Notes that a file is about to be written, maybe over another: batches without one ask no disk."""
+        self._is_pending = True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begins to seal what was written since the batch before."""
-        self._look(trainer)
+        if self._is_pending or _written(trainer) != self._paths:
+            self._look(trainer, False)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Waits for the last seal."""
-        self._look(trainer)
+        self._look(trainer, True)
         self.wait()
 
-    def _look(self, trainer: Any) -> None:
-        # Other callbacks that save have none of these.
-        written = {getattr(kept, name, "") for kept in trainer.checkpoint_callbacks for name in _WRITTEN}
-        for path in sorted(filter(None, written)) if trainer.is_global_zero else ():
-            save = (path, written_at(path))
-            if save not in self._seen:
-                self._seen.add(save)
+    def _look(self, trainer: Any, is_last: bool) -> None:
+        self._paths = _written(trainer)
+        far = {path for path in self._paths if "://" in path}
+        if far and not self._is_told:
+            tell(f"statekit: {printable(min(far))}: saves in a store aren't sealed")
+            self._is_told = True
+        saves = {(path, written_at(path)) for path in self._paths - far}
+        self._is_pending = any(
+            moment is None for _, moment in saves
+        )  # another thread writes it, or it is gone
+        for path, moment in sorted(saves - self._seen):
+            if moment is not None or is_last:
+                self._seen.add((path, moment))
                 self.begin(path)
+
+
+def _written(trainer: Any) -> set[str]:
+    """Returns the paths that `ModelCheckpoint` names, in the process that writes; other kinds of callbacks have none."""
+    callbacks = trainer.checkpoint_callbacks if trainer.is_global_zero else ()
+    paths = {getattr(callback, name, "") for callback in callbacks for name in _WRITTEN}
+    paths |= {path for callback in callbacks for path in getattr(callback, "best_k_models", ())}
+    return {str(path) for path in paths if path}

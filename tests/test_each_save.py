@@ -159,6 +159,7 @@ def test_lightning_saves_by_other_callbacks_stop_nothing(monkeypatch: pytest.Mon
     )
     seals = SealCallback()
     monkeypatch.setattr(seals, "begin", begun.append)
+    monkeypatch.setattr("statekit.lightning.written_at", lambda path: 1)
     for _ in range(2):
         seals.on_train_batch_start(trainer, None, None, 0)
     assert begun == ["best", "second"]
@@ -433,3 +434,36 @@ def test_a_forked_process_waits_for_its_own_saves_alone(
     assert (
         {tmp_path / "b.pt"} <= {save.path for save in seals.saves} <= {tmp_path / "a.pt", tmp_path / "b.pt"}
     )
+
+
+def test_lightnings_every_save_is_sealed_and_batches_ask_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: of the best three the second and third weren't sealed, and each batch asked the disk for each."""
+    pytest.importorskip("lightning.pytorch")
+    from statekit import lightning
+
+    begun, asked = list[str](), list[str]()
+
+    def written_at(path: str) -> int | None:
+        asked.append(path)
+        return None if path == "late" else len(asked)
+
+    monkeypatch.setattr(lightning, "written_at", written_at)
+    seals = lightning.SealCallback()
+    monkeypatch.setattr(seals, "begin", begun.append)
+    monkeypatch.setattr(seals, "wait", lambda: None)
+    writes = SimpleNamespace(best_model_path="a", last_model_path=Path("z"), best_k_models={"a": 1, "b": 2})
+    trainer = SimpleNamespace(checkpoint_callbacks=[SimpleNamespace(), writes], is_global_zero=True)
+    for _ in range(3):
+        seals.on_train_batch_start(trainer, None, None, 0)
+    assert begun == ["a", "b", "z"] and sorted(asked) == begun
+    seals.on_save_checkpoint(trainer, None, {})
+    seals.on_train_batch_start(trainer, None, None, 0)
+    seals.on_train_batch_start(trainer, None, None, 0)
+    assert begun == ["a", "b", "z"] * 2 and len(asked) == 6
+    writes.best_model_path, writes.last_model_path, writes.best_k_models = "late", "s3://bucket/c", {}
+    seals.on_train_batch_start(trainer, None, None, 0)
+    assert len(begun) == 6  # another thread may be writing it
+    seals.on_fit_end(trainer, None)
+    assert begun[6:] == ["late"] and capsys.readouterr().out.count("saves in a store aren't sealed") == 1
