@@ -115,7 +115,7 @@ class SealCallback(SealsEachSave, Callback):  # type: ignore[misc]  # its base i
 
 
 def _written(trainer: Any) -> set[str]:
-    """Returns the paths that `ModelCheckpoint` names, in the process that writes; other kinds of callbacks have none."""
+    """Returns the paths that `ModelCheckpoint` names, in the process that writes; other callbacks have none."""
     callbacks = trainer.checkpoint_callbacks if trainer.is_global_zero else ()
     paths = {getattr(callback, name, "") for callback in callbacks for name in _WRITTEN}
     paths |= {path for callback in callbacks for path in getattr(callback, "best_k_models", ())}
