@@ -74,7 +74,7 @@ class Scale(OfEach):
                 f"is {self}, and no rule says how {', '.join(unknown)} of {piece.schema} follows"
             )
         slots = {name: Scaled(slot, number ** powers[name]) for name, slot in piece.slots.items()}
-        if not _is_power_of_two(number):
+        if math.frexp(number)[0] != 0.5:  # no power of two
             piece = piece.labelled(Exactness.ROUNDING, f"values are {self}, {number:.6g}, and rounded")
         return replace(piece, param=Scaled(piece.param, number), slots=slots, scale=piece.scale * number)
 
@@ -85,10 +85,6 @@ class Scale(OfEach):
         root = "" if self.root_of_axis is None else f"the root of axis {self.root_of_axis}"
         number = " times ".join([f"{self.factor:g}"] * (not root or self.factor != 1) + [root] * bool(root))
         return f"{'divided by' if self.divides else 'times'} {number}"
-
-
-def _is_power_of_two(number: float) -> bool:
-    return math.frexp(number)[0] == 0.5
 
 
 def followed(group: Group, kind: Kind, scales: Mapping[str, float]) -> Iterator[Group]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict, cast, get_args, get_type_hints
 
 import typing_extensions
@@ -60,40 +60,31 @@ def _is_plain(value: Any, depth: int = DEEPEST) -> bool:
     return value is None or _is_text(value) or (isinstance(value, int) and abs(value) <= _MOST)
 
 
-def _plain(value: Any) -> Any:
-    if not _is_plain(value):
-        raise ValueError
-    return value
-
-
-def _no_file(value: Any) -> Any:
-    """Refuses the name of a file: a map is its text as data, or the name of one of ours."""
-    if isinstance(value, str) and (value.endswith((".json", ".json:back")) or {*value} & {*"/\\"}):
-        raise ValueError
-    return value
-
-
-def _region(value: Sequence[int]) -> Sequence[int]:
-    if not (value[0] < value[1] and value[2] < value[3]):
-        raise ValueError
-    return value
-
-
-def _of_texts(value: Any) -> Any:
-    """Refuses a list or names with anything but texts as one fault: pydantic makes one of each item."""
+def _is_of_others(value: Any) -> bool:
+    """Tells whether a list or names have anything but texts."""
     items = (*value, *value.values()) if isinstance(value, Mapping) else value
-    if isinstance(value, Mapping | list | tuple) and not all(map(_is_text, items)):
-        raise ValueError
-    return value
+    return isinstance(value, Mapping | list | tuple) and not all(map(_is_text, items))
 
 
-def _short(value: Any) -> Any:
-    """Refuses as one fault what has more items than any region or target."""
-    if isinstance(value, Sized) and len(value) > 4:
-        raise ValueError
-    return value
+def _names_file(value: Any) -> bool:
+    """Tells whether it names a file: a map is its text as data, or the name of one of ours."""
+    return isinstance(value, str) and (value.endswith((".json", ".json:back")) or bool({*value} & {*"/\\"}))
 
 
+def _refusing(is_odd: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Returns what refuses an odd value as one fault, where pydantic makes one of each item."""
+
+    def validated(value: Any) -> Any:
+        if is_odd(value):
+            raise ValueError
+        return value
+
+    return validated
+
+
+_plain = _refusing(lambda value: not _is_plain(value))
+_of_texts = _refusing(_is_of_others)
+_short = _refusing(lambda value: isinstance(value, Sized) and len(value) > 4)
 _Number: TypeAlias = Annotated[int, Field(ge=-_MOST, le=_MOST, description="a whole number")]
 _Text: TypeAlias = Annotated[
     str,
@@ -120,7 +111,7 @@ _Step: TypeAlias = Annotated[
 _Checkpoint: TypeAlias = Annotated[int, Field(ge=1, le=_MOST, description="the number of a checkpoint")]
 _Map: TypeAlias = Annotated[
     _Text | _Values,
-    AfterValidator(_no_file),
+    AfterValidator(_refusing(_names_file)),
     Field(description="the name of a map that `statekit maps` lists, or a map as data"),
 ]
 _Bytes: TypeAlias = Annotated[
@@ -135,7 +126,7 @@ _Region: TypeAlias = Annotated[
         max_length=4,
         description="first row, row behind the last, first column, column behind the last",
     ),
-    AfterValidator(_region),
+    AfterValidator(_refusing(lambda value: value[0] >= value[1] or value[2] >= value[3])),
 ]
 _Threads: TypeAlias = Annotated[int, Field(ge=1, le=256, description="a whole number from 1 to 256")]
 _Engine: TypeAlias = Annotated[

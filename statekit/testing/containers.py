@@ -124,13 +124,10 @@ def blocks_are_parts_of_the_whole(trial: Trial) -> None:
             for index in _blocks(tensor):
                 block = tensor.read(index)
                 assert block.tobytes() == value[index].tobytes(), f"{name}{list(index)} isn't in the whole"
-            joined = b"".join(block.tobytes() for block in chunks(tensor, _limit(tensor)))
+            joined = b"".join(
+                block.tobytes() for block in chunks(tensor, max(SMALL_BLOCK, nbytes(tensor) // 10))
+            )
             assert joined == value.tobytes(), f"{name} isn't its blocks"
-
-
-def _limit(tensor: Tensor) -> int:
-    """Returns a size that cuts a tensor into several blocks, but few."""
-    return max(SMALL_BLOCK, nbytes(tensor) // 10)
 
 
 def _blocks(tensor: Tensor) -> Iterator[Index]:

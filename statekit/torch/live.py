@@ -54,11 +54,7 @@ class LiveTensor:
         return (tuple(slice(i, i + n) for i, n in zip(start, local.shape, strict=True)),)
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block; of a sharded tensor it must lie in its part.
-
-        Raises:
-            StateError: It is sparse, or on the device "meta".
-        """
+        """Reads a block; of a sharded tensor it must lie in its part."""
         if self.value.is_meta or self.value.layout != torch.strided:
             found = "on the device meta" if self.value.is_meta else f"{self.value.layout}"
             raise StateError(

@@ -35,12 +35,8 @@ def chunk_shape(shape: Shape, itemsize: int, limit: int = CHUNK_BYTES) -> Shape:
     chunk = [max(1, n) for n in shape]
     while math.prod(chunk) > max(1, limit // itemsize):
         axis = chunk.index(max(chunk))
-        chunk[axis] = _next_divisor(chunk[axis])
+        chunk[axis] = next(chunk[axis] // d for d in range(2, chunk[axis] + 1) if chunk[axis] % d == 0)
     return tuple(chunk)
-
-
-def _next_divisor(n: int) -> int:
-    return next(n // d for d in range(2, n + 1) if n % d == 0)
 
 
 def run_shape(shape: Shape, itemsize: int, limit: int = BLOCK_BYTES) -> Shape:

@@ -221,16 +221,12 @@ def _of_group(by_path: Mapping[str, Tensor], path: str) -> Tensor:
 
 def buffers_of(state: TrainState) -> dict[str, Tensor]:
     """Returns a state's buffers by their paths among the parameters."""
-    return {_path(name): buffer for name, buffer in (state.extra.get(BUFFERS) or {}).items()}
+    return {name.replace(".", "/"): buffer for name, buffer in (state.extra.get(BUFFERS) or {}).items()}
 
 
 def as_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tree]:
     """Returns tensors among the parameters as `extra` has a model's buffers: none, or all under one key."""
     return {BUFFERS: {path.replace("/", "."): tensor for path, tensor in tensors.items()}} if tensors else {}
-
-
-def _path(name: str) -> str:
-    return name.replace(".", "/")
 
 
 def rebuilt(frame: Tree, contents: Contents) -> Tree:

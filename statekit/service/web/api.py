@@ -133,9 +133,8 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_names(cls, body: Any) -> Any:
-        """Refuses names that nobody knows as one fault where they are many: pydantic makes one of each."""
-        if isinstance(body, Mapping) and len(body) > MOST_NAMES:
+    def _has_few_names(cls, body: Any) -> Any:
+        if isinstance(body, Mapping) and len(body) > MOST_NAMES:  # pydantic makes a fault of each
             raise ValueError(f"has {len(body)} names, and {MOST_NAMES} are the most")
         return body
 

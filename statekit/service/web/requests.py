@@ -50,7 +50,9 @@ class Requests:
             await answered(unexpected(incident), Request(scope))(scope, receive, dressed(send_seen))
         finally:
             self.metrics.running.dec()
-            route = _route(scope)
+            route = getattr(
+                scope.get("route"), "path", "none"
+            )  # not the path asked for: figures must stay few
             self.metrics.requests.labels(_method(scope), route, str(status)).inc()
             self.metrics.seconds.labels(route).observe(began - started)
             _LOG.info(
@@ -71,8 +73,3 @@ def _said(scope: Scope) -> dict[str, Any]:
 def _method(scope: Scope) -> str:
     methods = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
     return scope["method"] if scope["method"] in methods else "other"
-
-
-def _route(scope: Scope) -> str:
-    """Returns the path that a route is registered under, not the one asked for: figures must stay few."""
-    return getattr(scope.get("route"), "path", "none")
