@@ -240,6 +240,11 @@ def prepare(request: Request) -> Plan:
         return _prepared(request)
 
 
+def _keeps_encoding(layout: Layout) -> bool:
+    """Tells whether a layout keeps the bits of variables that are stored encoded."""
+    return isinstance(layout, KeepsEncoding) and layout.keeps_encoding
+
+
 def _prepared(request: Request) -> Plan:
     check_apart(request.ref.place, request.target)
     container, implied = choose_container(request.target, request.to)
@@ -250,7 +255,7 @@ def _prepared(request: Request) -> Plan:
         state, changes = _with_changes(opened, request)
         card, passed_over, state = _layout_for(container, state, opened, request, implied)
         layout = registry.layout(card.name)
-        keeps_encoding = isinstance(layout, KeepsEncoding) and layout.keeps_encoding
+        keeps_encoding = _keeps_encoding(layout)
         if not keeps_encoding and not _is_stored_as_moved(state):
             check_known(state, opened.makers)
             state = state.per_optimizer(decoded)
@@ -275,7 +280,7 @@ def _prepared(request: Request) -> Plan:
         if request.changes is not None and request.changes.state_only:
             encoded, changes, reads = _without_model(encoded, (layout.name, container.name), state, changes)
         options = _options(request, maps, opened.state, passed_over)
-        target = Side(container.name, layout.name, encoded.step if state.counts.says_updates else None)
+        target = Side(container.name, layout.name, _step_of(encoded, state))
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
         plan = build_plan(
             checkpoint=opened.checkpoint,
@@ -315,6 +320,10 @@ def _prepared(request: Request) -> Plan:
     )
     finalize(plan, _close, id(plan))
     return plan
+
+
+def _step_of(encoded: Encoded, state: TrainState) -> int | None:
+    return encoded.step if state.counts.says_updates else None
 
 
 def _check_asked_dtypes(state: TrainState, request: Request) -> None:

@@ -139,7 +139,7 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
     nearest = manifest_place(checkpoint), checkpoint.path / FILE
     for place in filter(_can_be_named, _places(checkpoint)):
         if not place.is_file():
-            if place in nearest and (place.exists() or place.is_symlink()):
+            if place in nearest and _is_named(place):
                 findings.append(Finding("the manifest is no file", f"{place}", True))
                 return None
             continue
@@ -163,6 +163,11 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
 
 def _can_be_named(place: Place) -> bool:
     return not isinstance(place, Path) or len(os.fsencode(place.name)) <= _NAME_BYTES
+
+
+def _is_named(place: Place) -> bool:
+    """Tells whether anything has a name, be it a link that leads nowhere."""
+    return place.exists() or place.is_symlink()
 
 
 def _manifest_at(place: Place, checkpoint: Checkpoint, files: Files) -> Mapping[str, Any] | None:

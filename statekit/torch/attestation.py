@@ -314,9 +314,8 @@ def _strangers(
 def _moved_twice(
     optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, torch.Tensor]
 ) -> list[Finding]:
-    times = [
-        Counter(id(param) for group in _groups([one]) for param in group["params"]) for one in optimizers
-    ]
+    groups = [[group["params"] for group in _groups([optimizer])] for optimizer in optimizers]
+    times = [Counter(id(param) for params in lists for param in params) for lists in groups]
     twice = [name for name, param in params.items() if any(counts[id(param)] > 1 for counts in times)]
     return [fault("moved-twice", twice, "each parameter once", "some twice")] if twice else []
 
