@@ -56,10 +56,7 @@ class LiveTensor:
     def read(self, index: Index | None = None) -> Array:
         """Reads a block; of a sharded tensor it must lie in its part."""
         if self.value.is_meta or self.value.layout != torch.strided:
-            found = "on the device meta" if self.value.is_meta else f"{self.value.layout}"
-            raise StateError(
-                "A live tensor has no values that can be compared.", place=self.name, found=found
-            )
+            raise StateError("A live tensor is sparse, or has no values.", place=self.name)
         bounds = normal_index(index, self.shape)
         local, start = own_part(self.value)
         inside = tuple(slice(cut.start - i, cut.stop - i) for cut, i in zip(bounds, start, strict=True))
