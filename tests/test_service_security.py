@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
+import signal
 import socket
 import sqlite3
 import stat
@@ -22,8 +24,9 @@ from starlette.responses import FileResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import Scope
 
-from statekit.errors import FormatError, StateError, UsageError
-from statekit.service.database import FILE, Database, Ownership
+from statekit.errors import FormatError, StateError, StatekitError, UsageError
+from statekit.service.database import FILE, OWNER, Database, Ownership
+from statekit.service.tasks.child import Zygote
 from statekit.service.web import security
 from statekit.service.web.app import create_app
 from statekit.service.web.connections import UVICORN, Lobby, PunctualProtocol, uvicorn_settings
@@ -615,3 +618,40 @@ def test_bytes_that_are_no_request_are_a_clients_fault(port: int) -> None:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
             assert _all_of(connection).startswith((b"HTTP/1.1 4", b"")), sent[:40]
+
+
+@pytest.mark.parametrize("name", [TOKEN_FILE, OWNER])
+@pytest.mark.parametrize("kind", ["folder", "fifo", "deep"])
+def test_what_else_lies_in_the_data_folder_is_an_error_with_its_place(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    """Seen red: RecursionError, "Is a directory: 6", "Illegal seek", and a start that hung."""
+    file = tmp_path / name
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(file, 0o600)
+    else:
+        file.write_text("[" * 4096)
+        file.chmod(0o600)
+    if (name, kind) == (OWNER, "deep"):  # what a file says of no owner hinders nobody
+        Ownership(tmp_path).close()
+        return
+    with pytest.raises(StatekitError) as caught:
+        read_token(tmp_path) if name == TOKEN_FILE else Ownership(tmp_path)
+    assert f"{tmp_path}" in f"{caught.value.place}"
+
+
+def test_tasks_end_under_a_supervisor_that_ignores_its_children(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: a traceback in the log for each task, ChildProcessError."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        zygote = Zygote()
+        child = zygote.fork()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    child.close()
+    zygote.close()
+    assert "ChildProcessError" not in capfd.readouterr().err

@@ -328,8 +328,10 @@ class Ownership:
             raise _not_writable(folder, error) from error
         try:
             self._take()
-        except BaseException:
+        except BaseException as error:
             os.close(self._file)
+            if isinstance(error, OSError):
+                raise _not_writable(folder, error) from error
             raise
 
     def _take(self) -> None:
@@ -346,7 +348,7 @@ class Ownership:
 
     def _owner(self) -> dict[str, Any]:
         text = os.pread(self._file, 4096, 0)
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             owner = json.loads(text)
             if isinstance(owner, dict):
                 return owner

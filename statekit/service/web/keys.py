@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -46,6 +47,8 @@ def read_token(folder: Path) -> str:
 def _stored_token(path: Path) -> str:
     remedy = "delete it: the service makes another when it starts"
     try:
+        if not path.is_file():
+            raise OSError(errno.EINVAL, "it is no file")
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise NotFoundError(
