@@ -566,3 +566,19 @@ def test_who_removes_a_folder_while_it_is_sealed_meets_nothing_of_ours(
         )
     assert Path(f"{seal(folder).checkpoints[0].manifest}").is_file()
     tmp_path.chmod(0o755)
+
+
+def test_who_keeps_a_files_time_while_it_is_sealed_is_noticed(tmp_path: Path) -> None:
+    """Seen red: `rsync --inplace --times` in the middle of its writing was sealed."""
+    file = copied(RUN, tmp_path / "a.pt")
+    facts = file.stat()
+
+    def touched(*_: object) -> None:
+        with file.open("r+b") as opened:
+            opened.seek(facts.st_size // 2)
+            opened.write(b"x")
+        os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+    with pytest.raises(StatekitError):
+        seal(file, on_progress=touched)
+    assert not list(tmp_path.glob("statekit.*"))

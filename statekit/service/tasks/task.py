@@ -165,9 +165,7 @@ def main() -> NoReturn:
     if parent := int(sys.argv[1]):
         end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # a supervisor may ignore it
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a supervisor may ignore it
     _give_way()
     _warm()
     forks = Forks(Path(sys.argv[2]) if sys.argv[2] else None)
