@@ -66,7 +66,7 @@ def of_optimizer(path: Path) -> tuple[dict[str, bytes], Any]:
     return values, record
 
 
-@pytest.mark.parametrize("file", ["model.keras", "model.weights.h5"])
+@pytest.mark.parametrize("file", ["model.keras", "model.weights.h5", "adafactor.keras"])
 def test_a_loss_scale_stays_around_its_optimizer(file: str, tmp_path: Path) -> None:
     """Seen red: it was gone, and Keras, whose model of mixed precision has one, passed over all variables."""
     target = tmp_path / file
@@ -74,8 +74,9 @@ def test_a_loss_scale_stays_around_its_optimizer(file: str, tmp_path: Path) -> N
     (values, record), (expected, before) = of_optimizer(target), of_optimizer(CASE / file)
     assert values == expected and any("inner_optimizer" in name for name in values)
     assert (record or {}).get("class_name") == (before or {}).get("class_name")
-    with open_state(target) as opened:
-        assert_as_saved(opened.state)
+    if file.startswith("model"):
+        with open_state(target) as opened:
+            assert_as_saved(opened.state)
 
 
 def test_the_lines_of_weights_put_the_loss_scale_around_the_optimizer(

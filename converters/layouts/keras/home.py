@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from statekit.converters.layouts.keras.state import HOME
+from statekit.converters.layouts.keras.state import AROUND, HOME
 from statekit.converters.layouts.keras.variables import CONFIG, VARIABLES, VERSIONS, Variable, without
 from statekit.errors import StateError
 from statekit.files.checkpoint import ATTRIBUTES
@@ -24,13 +24,8 @@ _SCALE_NUMBERS = {"2": "step_counter", "3": "dynamic_scale"}
 
 Source: keras-team/keras, keras/src/optimizers/loss_scale_optimizer.py, `LossScaleOptimizer.build`.
 """
-AROUND = "around"
-"""Key of the home: the variables that a loss scale of Keras 3 has before those of the optimizer inside, and its record.
-
-A model of mixed precision puts one around its optimizer by itself, and passes over a file without its variables.
-"""
 _BEFORE = 4
-"""How many they are: its own count and rate, and the two numbers of the scale."""
+"""How many variables a loss scale has first: its own count and rate, and the two numbers of the scale."""
 SAYINGS = "statekit_keras"
 """Attribute of a whole file in which statekit says what Keras doesn't: the names of all variables."""
 

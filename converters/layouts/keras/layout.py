@@ -21,7 +21,6 @@ from statekit.conversion.contracts import Encoded, Evidence, Exactness, dropped_
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras import muon, native
 from statekit.converters.layouts.keras.home import (
-    AROUND,
     INNER,
     LOSS_SCALE,
     OPTIMIZER,
@@ -38,6 +37,7 @@ from statekit.converters.layouts.keras.lines import model_file_lines, weights_fi
 from statekit.converters.layouts.keras.named_rows import config_signature
 from statekit.converters.layouts.keras.orbax_checkpoint import as_numbered, is_orbax_checkpoint
 from statekit.converters.layouts.keras.state import (
+    AROUND,
     HOME,
     HOMES,
     NO_RATE,

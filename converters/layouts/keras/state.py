@@ -249,6 +249,11 @@ def _shapes_apart(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
 
 
 VARIANT = "keras"
+AROUND = "around"
+"""Key of the home: the variables that a loss scale of Keras 3 has before those of the optimizer inside, and its record.
+
+A model of mixed precision puts one around its optimizer by itself, and passes over a file without its variables.
+"""
 HOME = "keras"
 """Key in `extra` of what a file of Keras holds besides."""
 HOMES = {
@@ -596,7 +601,9 @@ def variables_of(
         )
     order, faults = order_of(state), Faults()
     slots = [_own(state, path, home, faults) for path in order]
-    kept = _kept(state, home, slots, order, faults, origin_in_keras2(home) == layout)
+    in_keras2 = origin_in_keras2(home) == layout
+    is_bare = in_keras2 or (AROUND in home and layout == "keras")
+    kept = _kept(state, home, slots, order, faults, in_keras2, is_bare)
     variables: list[tuple[int | None, str, Tensor]] = []
     dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
     for i, name, _ in places(schema, [state.params[path].shape for path in order], kept):
@@ -665,8 +672,12 @@ def _kept(
     order: Sequence[str],
     faults: Faults,
     is_keras2: bool,
+    is_bare: bool,
 ) -> Kept:
-    """Returns which variables there are; all parameters must have the same."""
+    """Returns which variables there are; all parameters must have the same.
+
+    Keras 2, and Keras 3 within a loss scale, save no placeholders.
+    """
     kept = {}
     for name in (AVERAGE, ACCUMULATOR, "v_max"):
         having = [path for path, slots in zip(order, slots_in_order, strict=True) if name in slots]
@@ -674,7 +685,7 @@ def _kept(
         if having and len(having) < len(order):
             faults.add(f"some parameters have {name} and others don't", having[0])
     rate = not is_keras2 and (rate_of(state) is not None or not home.get("schedule"))
-    placeholders = not is_keras2 or bool(home.get("placeholders", True))
+    placeholders = not is_bare or bool(home.get("placeholders", True))
     return Kept(rate, kept[AVERAGE], kept[ACCUMULATOR], kept["v_max"], placeholders)
 
 

@@ -33,5 +33,16 @@ def main() -> None:
     print([*named])
 
 
+def factored() -> None:
+    """Saves a run of Adafactor, which has no placeholders within a loss scale."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, dtype="mixed_float16")])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adafactor(0.01)), "mse")
+    features = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+    model.fit(features, features[:, :2], batch_size=4, verbose=0)
+    model.save(HERE / "adafactor.keras")
+
+
 if __name__ == "__main__":
     main()
+    factored()
