@@ -601,9 +601,7 @@ def variables_of(
         )
     order, faults = order_of(state), Faults()
     slots = [_own(state, path, home, faults) for path in order]
-    in_keras2 = origin_in_keras2(home) == layout
-    is_bare = in_keras2 or (AROUND in home and layout == "keras")
-    kept = _kept(state, home, slots, order, faults, in_keras2, is_bare)
+    kept = _kept(state, home, slots, order, faults, layout)
     variables: list[tuple[int | None, str, Tensor]] = []
     dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
     for i, name, _ in places(schema, [state.params[path].shape for path in order], kept):
@@ -671,14 +669,14 @@ def _kept(
     slots_in_order: Sequence[Mapping[str, Tensor]],
     order: Sequence[str],
     faults: Faults,
-    is_keras2: bool,
-    is_bare: bool,
+    layout: str,
 ) -> Kept:
     """Returns which variables there are; all parameters must have the same.
 
     Keras 2, and Keras 3 within a loss scale, save no placeholders.
     """
-    kept = {}
+    kept, is_keras2 = {}, origin_in_keras2(home) == layout
+    is_bare = is_keras2 or (AROUND in home and layout == "keras")
     for name in (AVERAGE, ACCUMULATOR, "v_max"):
         having = [path for path, slots in zip(order, slots_in_order, strict=True) if name in slots]
         kept[name] = bool(having)
