@@ -314,11 +314,15 @@ def lost(record: dict[str, Any], slot: str) -> None:
     del record[slot]
 
 
+def whole(record: dict[str, Any], slot: str) -> None:
+    record[slot] = record[slot].int()
+
+
 def uncounted(record: dict[str, Any], slot: str) -> None:
     record.pop("step", None)
 
 
-@pytest.mark.parametrize("broken", [cut, turned, lost, uncounted])
+@pytest.mark.parametrize("broken", [cut, turned, lost, whole, uncounted])
 @pytest.mark.parametrize("name", [name for name in ORIGINALS if name != "SGD"])
 def test_a_slot_with_which_the_original_fails_is_refused(name: str, broken: Any, tmp_path: Path) -> None:
     """The rule isn't known, but the class is. Seen red: convert said BITWISE, and doctor found nothing."""
@@ -338,8 +342,34 @@ def test_a_slot_with_which_the_original_fails_is_refused(name: str, broken: Any,
         statekit.convert(tmp_path / "run.pt", tmp_path / "next.pt")
         return
     assert [finding.name for finding in examined.findings] == ["undecodable"]
-    with pytest.raises(StateError, match=f"slot ({slot}|step) (has shape|isn't there)"):
+    with pytest.raises(StateError, match=f"slot ({slot}|step) (has shape|has dtype|isn't there)"):
         statekit.convert(tmp_path / "run.pt", tmp_path / "next.pt")
+
+
+BY_NAME: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "schedule-free": (("z", "exp_avg_sq"), {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_lr_power": 2.0}),
+    "Lion": (("exp_avg",), {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", [cut, turned, whole])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_slot_with_which_a_class_of_another_library_fails_is_refused(
+    name: str, broken: Any, tmp_path: Path
+) -> None:
+    """Seen red: each was carried, bit for bit."""
+    slots, options = BY_NAME[name]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 5)
+    state = {i: {slot: torch.rand_like(p) for slot in slots} for i, p in enumerate(model.parameters())}
+    groups = [{**options, "params": [0, 1]}]
+    tree = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+    torch.save(tree, tmp_path / "run.pt")
+    statekit.plan(tmp_path / "run.pt", tmp_path / "next.pt")
+    broken(state[0], slots[-1])
+    torch.save(tree, tmp_path / "run.pt")
+    with pytest.raises(StateError, match=f"slot {slots[-1]} has (shape|dtype)"):
+        statekit.plan(tmp_path / "run.pt", tmp_path / "next.pt")
 
 
 SEVERAL_SLOTS = {

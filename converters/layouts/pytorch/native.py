@@ -147,10 +147,17 @@ def misfits_of(
         slot = record.get(name)
         if isinstance(slot, Tensor) and slot.shape != shape:
             yield f"has shape {slot.shape}, expected {shape}", name
-    needed = [slot for option, slot in signature.switched.items() if options.get(option)]
-    needed += [STEP] if counts else []
-    needed += signature.slots if counts or len(signature.slots) > 1 else []
+        elif isinstance(slot, Tensor) and slot.dtype.kind in "biu":
+            yield f"has dtype {slot.dtype}", name
+    needed = _needed(signature, counts, options)
     yield from (("isn't there", name) for name in needed if record.get(name) is None)
+
+
+def _needed(signature: Signature, counts: bool, options: Mapping[Any, Any]) -> list[str]:
+    """Returns what a class looks for in the record of a parameter that it has moved, as `misfits_of`."""
+    switched = [slot for option, slot in signature.switched.items() if options.get(option)]
+    usual = signature.slots if counts or len(signature.slots) > 1 else ()
+    return [*switched, *((STEP,) if counts else ()), *usual]
 
 
 def _shared(steps: Sequence[Any]) -> dict[str, bool]:
