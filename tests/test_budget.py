@@ -297,8 +297,8 @@ OF_VALUES = {
 
 def own_limits(text: str) -> list[str]:
     """Returns limits of memory or work that a reader's module sets itself, without the format that sets it."""
-    body = ast.parse(text).body
-    limits = []
+    tree = ast.parse(text)
+    body, limits = tree.body, []
     for node, after in zip(body, [*body[1:], None], strict=True):
         named = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id
         said = (
@@ -311,7 +311,7 @@ def own_limits(text: str) -> list[str]:
             and "Source:" not in (said or "")
         ):
             limits.append(named)
-    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         limit = call.args[3:4] if getattr(call.func, "id", "") in ("record", "check_size") else []
         limits += [
             ast.unparse(one) for one in limit if not re.fullmatch("limit|None|.*MAX_.*", ast.unparse(one))
