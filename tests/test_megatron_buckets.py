@@ -204,6 +204,25 @@ def test_parameters_are_looked_for_in_time_that_grows_with_their_number() -> Non
     assert len(whole) == 4 * count and len(reads) <= 2 * count
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_whose_buckets_hold_nothing_are_no_run_without_slots(count: int, tmp_path: Path) -> None:
+    groups = [{"params": [0], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
+    for rank in range(count):
+        folder = tmp_path / "iter_0000003" / f"mp_rank_{rank:02d}"
+        folder.mkdir(parents=True)
+        saved = {"model": {"output_layer.weight": torch.ones(3, 2)}, "optimizer": {"param_groups": groups}}
+        torch.save({**saved, "iteration": 3}, folder / "model_optim_rng.pt")
+        torch.save({0: {("torch.float32", "torch.float32"): {"param": None}}}, folder / "distrib_optim.pt")
+    with pytest.raises(StateError, match="none of its buckets is whole"):
+        open_state(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["dp_reshardable", "legacy"])
+def test_how_parameters_were_found_in_buckets_is_said(form: str) -> None:
+    with open_state(next((GPT / form).glob("iter_*"))) as opened:
+        assert any("found by their first values" in note for note in opened.state.assumptions)
+
+
 def test_a_legacy_folder_without_gathered_values_says_what_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000003" / "mp_rank_00"
     folder.mkdir(parents=True)

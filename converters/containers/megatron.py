@@ -8,8 +8,7 @@ It reads and writes an iteration: a folder of torch.distributed with two files b
                        .metadata, *.distcp     everything that is cut, as in `dcp`, under flat keys
 
 Output: the tree {"common": ..., "sharded": {key: tensor or object}}. The folders of Megatron-LM's format `torch` are
-read as well. The buckets of a distributed optimizer of one rank lie in `sharded`. Any other folder has `ranks`, what
-each rank's files hold:
+read as well: they have `ranks`, what each rank's files hold:
 
     <run>/iter_0000004/mp_rank_00/model_optim_rng.pt    the model, the optimizer, counts, arguments
                                   distrib_optim.pt      a distributed optimizer's buckets, gathered by one rank
@@ -49,8 +48,8 @@ _MODEL, _GATHERED = "model_optim_rng.pt", "distrib_optim.pt"
 _ALIKE = ("iteration", "opt_param_scheduler")
 """What Megatron-LM writes alike into every rank's file."""
 _LEGACY, _RANK, _RANKS = f"mp_rank_00/{_MODEL}", re.compile(r"mp_rank_\d{2,3}"), "ranks"
-_DISTRIBUTED = "optimizer.distributed.dp_group_idx_0"
-"""Where a distributed optimizer of one model-parallel rank lies in the tree."""
+_BUCKETS = "buckets"
+"""Where a rank has the buckets of a distributed optimizer in the tree."""
 _RANK_COUNT = "tensor_model_parallel_size"
 """The argument of Megatron-LM that says how many ranks share a layer."""
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -115,7 +114,7 @@ class Megatron:
         return replace(checkpoint, findings=(*remarks, *common.findings, *checkpoint.findings))
 
     def _open_legacy(self, path: Place, step: int | None, budget: Budget | None) -> Checkpoint:
-        """Opens a folder of the format `torch`, in the form that a gathered state has among distributed ones."""
+        """Opens a folder of the format `torch`, rank by rank."""
         wanted, remarks = _tracked(path, step, _LEGACY)
         place, number, steps = step_folder(path, wanted, _LEGACY, "checkpoint of Megatron-LM")
         ranks = _ranks(place)
@@ -129,20 +128,15 @@ class Megatron:
             _check_ranks(place, ranks, models[0].get("args"))
             _check_steps([*zip(paths, models, strict=True)])
             others = {key: part for key, part in models[0].items() if key not in ("model", "optimizer")}
+            if not all(_has_state(tree.get("optimizer")) for tree in models):
+                gathered = [read_object(files.source(_gathered_file(place / rank))) for rank in ranks]
+                models = [
+                    {**tree, "optimizer": _nested(tree.get("optimizer")), _BUCKETS: part.tree}
+                    for tree, part in zip(models, gathered, strict=True)
+                ]
+                saved += gathered
             findings = [*remarks, *(finding for part in saved for finding in part.findings)]
-            if all(_has_state(tree.get("optimizer")) for tree in models):
-                tree = {COMMON: others, SHARDED: {}, _RANKS: dict(zip(ranks, models, strict=True))}
-            elif len(ranks) > 1:
-                whole = dict[str, Any]()
-                for rank, tree in zip(ranks, models, strict=True):
-                    gathered = read_object(files.source(_gathered_file(place / rank)))
-                    findings += gathered.findings
-                    whole[rank] = {**tree, "buckets": gathered.tree}
-                tree = {COMMON: others, SHARDED: {}, _RANKS: whole}
-            else:
-                gathered = read_object(files.source(_gathered_file(place / ranks[0])))
-                findings += gathered.findings
-                tree = {COMMON: {"optimizer": {}, **others}, SHARDED: _gathered(models[0], gathered.tree)}
+            tree = {COMMON: others, SHARDED: {}, _RANKS: dict(zip(ranks, models, strict=True))}
             return Checkpoint(
                 self.name,
                 place,
@@ -274,8 +268,13 @@ def _groups(optimizer: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
 
 def _inner(optimizer: Any) -> Mapping[Any, Any]:
     """Returns what has groups and state: the optimizer, or the one beside masters."""
+    return _record(_nested(optimizer)["optimizer"])
+
+
+def _nested(optimizer: Any) -> Mapping[Any, Any]:
+    """Returns an optimizer's record with its groups below `optimizer`, as beside masters."""
     parts = _record(optimizer)
-    return _record(parts.get("optimizer", parts))
+    return parts if "optimizer" in parts else {"optimizer": parts}
 
 
 def _gathered_file(rank: Place) -> Place:
@@ -289,17 +288,6 @@ def _gathered_file(rank: Place) -> Place:
 def _has_state(optimizer: Any) -> bool:
     """Tells whether a model's file has the optimizer's slots, by number, as it has without a distributed optimizer."""
     return bool(_inner(optimizer).get("state"))
-
-
-def _gathered(tree: dict[str, Any], values: Any) -> dict[str, Any]:
-    """Returns the model and the buckets of a distributed optimizer, as they lie among distributed ones."""
-    optimizer = tree.get("optimizer")
-    groups = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else optimizer
-    return {
-        **{name: part for name, part in tree["model"].items() if part is not None},
-        f"{_DISTRIBUTED}.optimizer/shard_0_1": [groups],
-        f"{_DISTRIBUTED}.param_state/shard_0_1": [values],
-    }
 
 
 def _not_gathered(model: Place, values: Place) -> NotFoundError:

@@ -39,7 +39,7 @@ _MASTER, _STATE, _GROUPS, _COALESCED = "param", "param_state", "optimizer", "buc
 _ALIGNED = 64
 _PROBE = 256
 """Values of a parameter that are compared to find it; the others are compared as they are read."""
-_WHERE = (
+WHERE = (
     "No file says where parameters lie in the optimizer's buckets: they were found by their first values, and every "
     "value is compared with the model's as it is read."
 )
@@ -101,7 +101,14 @@ def without_buckets(
     weights = dict(_each_layer(whole))
     ordered = _ordered(names, weights)
     groups = _groups(sharded)
-    slots = _joined_slots(groups, weights, ordered, place)
+    slots = _found(_joined_slots(groups, weights, ordered, place), sharded, place)
+    return {**model, **dict(_stacked(slots, whole))}, (WHERE,)
+
+
+def _found(
+    slots: dict[str, dict[str, Tensor]], sharded: Mapping[str, Any], place: object
+) -> dict[str, dict[str, Tensor]]:
+    """Returns slots that were found in buckets; refuses buckets in which there are none."""
     if not slots:
         raise StateError(
             "The optimizer's tensors are of another form than a parameter's own, and none of its buckets is whole.",
@@ -110,7 +117,7 @@ def without_buckets(
             found=", ".join(key for key in sharded if key.startswith(_PREFIX)),
             remedy="save it with --dist-ckpt-optim-fully-reshardable, which keeps whole parameters instead of buckets",
         )
-    return {**model, **dict(_stacked(slots, whole))}, (_WHERE,)
+    return slots
 
 
 def gathered_slots(
@@ -128,7 +135,7 @@ def gathered_slots(
         StateError: Parameters aren't found, or can't be told apart.
     """
     state = {f"{_PREFIX}0.{_STATE}/shard_0_1": [values]}
-    return _of_group(state, weights, _ordered(names, weights), place)
+    return _found(_of_group(state, weights, _ordered(names, weights), place), state, place)
 
 
 def _ordered(names: Sequence[str] | None, weights: Mapping[str, Tensor]) -> list[str] | None:

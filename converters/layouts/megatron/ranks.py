@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from statekit.converters.layouts.megatron.buckets import gathered_slots, with_groups
+from statekit.converters.layouts.megatron.buckets import WHERE, gathered_slots, with_groups
 from statekit.converters.layouts.megatron.groups import params_of_groups
 from statekit.converters.layouts.megatron.slices import is_gated, joined, key_of
 from statekit.errors import CorruptError, Faults, StateError
@@ -82,8 +82,9 @@ def without_ranks(
 def _notes(tree: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns what stays behind, and what is assumed of the ranks: the container holds them to the arguments."""
     random = (_RANDOM,) if len(tree[RANKS]) > 1 and "rng_state" in tree[COMMON] else ()
+    first = next(iter(tree[RANKS].values()))
     counted = (_COUNTED.format(", ".join(tree[RANKS])),) if tree[COMMON].get("args") is None else ()
-    return (*random, *counted)
+    return (*random, *counted, *((WHERE,) if BUCKETS in first else ()))
 
 
 def _params(model: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -111,14 +112,14 @@ def _by_name(
 ) -> dict[str, tuple[str, Tensor]]:
     """Returns a rank's slots by the flat keys of torch_dist, each with its parameter."""
     model, optimizer = _params(rank["model"]), _inner(rank["optimizer"])
+    groups, state = optimizer.get("param_groups"), {} if BUCKETS in rank else optimizer.get("state")
+    if not isinstance(groups, list) or not isinstance(state, Mapping):
+        raise StateError("The optimizer of a rank has no groups or no state.", place=place)
     if BUCKETS in rank:
         gathered = gathered_slots(model, rank[BUCKETS], place, order)
         return {
             f"{_STATE}{slot}.{name}": (name, t) for slot, of in gathered.items() for name, t in of.items()
         }
-    groups, state = optimizer.get("param_groups"), optimizer.get("state")
-    if not isinstance(groups, list) or not isinstance(state, Mapping):
-        raise StateError("The optimizer of a rank has no groups or no state.", place=place)
     names = params_of_groups(groups, {name: tensor.shape for name, tensor in model.items()}, place)
     faults, slots = Faults(_misplaced(groups, state)), dict[str, tuple[str, Tensor]]()
     faults.check(StateError, _MISNUMBERED, place=place)
