@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,8 +27,8 @@ from statekit.files.checkpoint import Finding
 from statekit.files.manifest import inside
 from statekit.files.source import Files, first_bytes, listing
 from statekit.files.tree import Place
-from statekit.tensors.tensor import Stored, Tensor
-from statekit.tensors.tree import Tree
+from statekit.tensors.tensor import Stored
+from statekit.tensors.tree import Tree, mapped
 
 LATEST = ("latest", "latest_universal")
 ENGINE = {
@@ -286,21 +285,11 @@ def open_file(path: Place, files: Files, findings: list[Finding]) -> Tree:
     """
     opened = read_object(files.source(path))
     findings += opened.findings
-    tree = named(opened.tree)
-    return _mapped(tree, partial(_after, f"{path.parent.name}/{path.name}"))
-
-
-def _after(file: str, tensor: Tensor) -> Tensor:
-    return replace(tensor, name=f"{file}:{tensor.name}") if isinstance(tensor, Stored) else tensor
-
-
-def _mapped(node: Any, change: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _mapped(child, change) for key, child in node.items()}
-    if isinstance(node, list | tuple):
-        items = [_mapped(child, change) for child in node]
-        return items if isinstance(node, list) else tuple(items)
-    return change(node) if isinstance(node, Stored) else node
+    file = f"{path.parent.name}/{path.name}"
+    return mapped(
+        named(opened.tree),
+        lambda leaf: replace(leaf, name=f"{file}:{leaf.name}") if isinstance(leaf, Stored) else leaf,
+    )
 
 
 def complete(files: Mapping[int, Place], ranks: int, what: str) -> list[Place]:
