@@ -135,6 +135,40 @@ def test_they_are_written_as_torch_loads_them(form: str, tmp_path: Path) -> None
         assert torch.equal(param, again.params[name]), name
 
 
+@pytest.mark.parametrize("first", ["Adafactor", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("form", ["list", "named", "lightning", "keys"])
+def test_accelerate_loads_each_from_a_file_of_its_own(first: str, form: str, tmp_path: Path) -> None:
+    """They were written for statekit's own optimizer, and the lines of a folder of Accelerate's made a single one."""
+    import torch
+
+    accelerate = pytest.importorskip("accelerate")
+    run = Run(first)
+    neutral = convert(plan(run.save(form, tmp_path / "run.pt"), tmp_path / "run.statekit")).target
+    folder = convert(plan(neutral, tmp_path / "state", to="accelerate", layout="torch-optim")).target
+    assert all((folder / name).is_file() for name in ("optimizer.bin", "optimizer_1.bin"))
+    with open_state(neutral) as before, open_state(folder) as after:
+        assert before.state.optimizer.kinds == after.state.optimizer.kinds
+        assert {p: values(tensors) for p, tensors in before.slots.items()} == {
+            p: values(tensors) for p, tensors in after.slots.items()
+        }
+        lines = resume_lines(of_checkpoint(after), after.state.to_json())
+    again, model = Run(first), torch.nn.Module()
+    for name, param in again.params.items():
+        module, leaf = name.split(".")
+        if module not in dict(model.named_children()):
+            model.add_module(module, torch.nn.Module())
+        model.get_submodule(module).register_parameter(leaf, param)
+    scope = {"model": model, "accelerator": accelerate.Accelerator(cpu=True)}
+    exec("\n".join(lines).replace("= ...", f"= torch.optim.{first}(groups)"), scope)
+    again.optimizers = scope["optimizers"]
+    for side in (run, again):
+        side.step(SAVED, ALL)
+    assert all(torch.equal(param, again.params[name]) for name, param in run.params.items())
+    scope["accelerator"].save_state(str(tmp_path / "next"))
+    with open_state(tmp_path / "next") as opened:
+        assert opened.counts.updates == ALL and len(opened.groups) == 2
+
+
 @pytest.mark.parametrize("where", ["file", "neutral", "statekit-torch"])
 def test_they_go_on_as_torch_does(where: str, tmp_path: Path) -> None:
     import torch

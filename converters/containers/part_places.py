@@ -48,6 +48,29 @@ def moved_to(encoded: Encoded, keys: Mapping[str, str]) -> Encoded:
     return replace(encoded, tree=tree, exactness=exactness)
 
 
+def listed(encoded: Encoded, key: str) -> Encoded:
+    """Returns a state whose several parts of a kind lie in one list under a key, wherever the source had them.
+
+    What else lay in their list or table there has no file.
+    """
+    places = [path for name, path in encoded.parts.items() if name.startswith(f"{key}/")]
+    if not places or places == [(key, i) for i in range(len(places))]:
+        return encoded
+    parts, tree, exactness = [at(encoded.tree, path) for path in places], encoded.tree, encoded.exactness
+    for number, path in enumerate(places):
+        tree, old = without(tree, path), "/".join(map(str, path))
+        exactness = {
+            f"{key}/{number}{name.removeprefix(old)}" if name.startswith(f"{old}/") else name: value
+            for name, value in exactness.items()
+        }
+    above = places[0][:-1]
+    if above and not any(at(tree, above) or ()):
+        tree = without(tree, above)
+    lost = {f"extra/torch/{key}": "optimizers stand in its place"} if at(tree, (key,)) else {}
+    dropped = {**encoded.dropped, **lost}
+    return replace(encoded, tree=put(tree, (key,), parts), exactness=exactness, dropped=dropped)
+
+
 def _is_only(tree: Tree, path: Keys) -> bool:
     part = at(tree, path)
     return isinstance(part, dict) and (len(path) == 1 or len(at(tree, path[:1])) == 1)

@@ -30,7 +30,7 @@ from statekit.files.tree import Place
 from statekit.state.evidence import ORDER, Fact
 from statekit.state.exactness import Exactness
 from statekit.state.facts import candidates, check_steps, facts_of
-from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, named_kinds
+from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, is_native, named_kinds
 from statekit.state.train_state import TrainState
 
 
@@ -336,6 +336,8 @@ def is_carried(state: TrainState, source: str, target: LayoutCard, sources: Layo
     """Tells whether a state stays in its own system, or goes into the neutral folder: nothing is asked there."""
     if target.name in (source, NEUTRAL) or state.optimizer.schema == WEIGHTS:
         return True
+    if any(map(is_native, state.optimizer.schemas)):  # only layouts of its own system hold one
+        return {*state.optimizer.schemas} <= target.variants.keys()
     return all(
         {*target.variants.get(schema, ())} <= _homes(variant, sources.variants.get(schema, ()), source)
         for schema, variant in state.optimizer.kinds

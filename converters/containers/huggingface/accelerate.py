@@ -42,6 +42,7 @@ CONTAINER = HuggingFaceFolder(
     {"optimizer": "optimizer.bin", "scheduler": "scheduler.bin", "scaler": "scaler.pt"},
     _accelerate,
     shard_bytes=None,
+    numbers=True,
     companions={
         "optimizer.bin": "load_state finds no optimizer",
         "random_states_*.pkl": "load_state leaves random generators as they are",

@@ -45,7 +45,7 @@ from statekit.converters.containers.huggingface.model import (
     sharded_part,
     ties_in,
 )
-from statekit.converters.containers.part_places import moved_to
+from statekit.converters.containers.part_places import listed, moved_to
 from statekit.converters.containers.step_folders import check_step, step_prefix
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
@@ -424,6 +424,7 @@ class HuggingFaceFolder:
         schedule_in: The number in which the library counts updates and the schedule's steps; None if it has none.
         paced: Whether the library's next update takes the learning rate that the optimizer's file has.
         builds_optimizer: Whether the library builds the usual optimizer itself.
+        numbers: Whether the library has several of a part, in files that it numbers: optimizer.bin, optimizer_1.bin.
     """
 
     name: str
@@ -439,6 +440,7 @@ class HuggingFaceFolder:
     schedule_in: str | None = None
     paced: bool = False
     builds_optimizer: bool = False
+    numbers: bool = False
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
     entries: tuple[str, ...] = ("*.index.json", "config.json", "adapter_config.json", "trainer_state.json")
@@ -495,6 +497,7 @@ class HuggingFaceFolder:
         Raises:
             UsageError: The target is a single file, and the state has an optimizer.
         """
+        encoded = listed(encoded.side_by_side or encoded, f"{OPTIMIZER}s") if self.numbers else encoded
         encoded = moved_to(encoded, {"model": "model", **dict(zip(self.parts, self.parts, strict=True))})
         if self.target_kind == "file":
             encoded = _model_alone(encoded)
@@ -534,17 +537,22 @@ class HuggingFaceFolder:
         """Returns the model's files, and the optimizer's."""
         laid = self._laid(encoded, target)
         sections = model_sections(laid.model, laid.stem, self._limit(cut), _in_model, laid.prefix, laid.ties)
-        if OPTIMIZER in laid.parts:
-            file = f"{laid.prefix}{self.parts[OPTIMIZER]}"
-            sections.append(_part_section(file, OPTIMIZER, laid.parts[OPTIMIZER]))
-        return sections
+        return [
+            *sections,
+            *(
+                _part_section(f"{laid.prefix}{file}", key, part)
+                for file, (key, part) in laid.parts.items()
+                if key.startswith(OPTIMIZER)
+            ),
+        ]
 
     def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
         """Writes the model's index, the small parts, and the files that are carried."""
         laid = self._laid(encoded, stage.target)
         written = save_index(laid.model, laid.stem, self._limit(cut), stage, laid.prefix)
-        for key in [key for key in laid.parts if key != OPTIMIZER]:
-            write_part(stage, f"{laid.prefix}{self.parts[key]}", key, laid.parts[key])
+        for file, (key, part) in laid.parts.items():
+            if not key.startswith(OPTIMIZER):
+                write_part(stage, f"{laid.prefix}{file}", key, part)
         write_files(stage, laid.prefix, laid.files)
         if laid.pretrained and laid.prefix:  # from_pretrained takes the run's folder too, as after save_model
             for name in (*written, *laid.pretrained):
@@ -575,7 +583,10 @@ class HuggingFaceFolder:
             del tree[PRETRAINED]  # they are among the files
         stem = "adapter_model" if ADAPTER_CONFIG in files else "model"
         model, ties = tree.pop("model"), tree.pop(TIES, {})
-        parts = {key: tree.pop(key) for key in self.parts if key in tree}
+        parts = {self.parts[key]: (key, tree.pop(key)) for key in self.parts if key in tree}
+        for key, file in self.parts.items() if self.numbers else ():
+            several = tree.pop(f"{key}s") if isinstance(tree.get(f"{key}s"), list) else []
+            parts |= {_numbered(file, i): (f"{key}s/{i}", part) for i, part in enumerate(several)}
         return _Laid(prefix, stem, model, ties, parts, files, tuple(pretrained), tree)
 
     def _locate(self, path: Place, step: int | None) -> _Folder | None:
@@ -610,7 +621,7 @@ class _Laid:
         stem: What the model's files are called.
         model: The model's tensors by name.
         ties: Further name of a tensor of the model -> its name.
-        parts: What has files of its own, by key.
+        parts: What has a file of its own, by the file's name: its key and it.
         files: Files that are carried, by name.
         pretrained: Names of those that the model's library builds it from.
         rest: What the library has no file for.
@@ -620,7 +631,7 @@ class _Laid:
     stem: str
     model: Mapping[str, Tensor]
     ties: Mapping[str, str]
-    parts: Mapping[str, Tree]
+    parts: Mapping[str, tuple[str, Tree]]
     files: Mapping[str, Tensor]
     pretrained: tuple[str, ...]
     rest: Mapping[str, Tree]
@@ -811,11 +822,16 @@ def _further(folder: Place, name: str) -> list[str]:
 
     Source: huggingface/accelerate, checkpointing.py, `save_accelerator_state`.
     """
-    stem, dot, suffix = name.partition(".")
     names: list[str] = []
-    while (folder / (name := f"{stem}_{len(names) + 1}{dot}{suffix}")).is_file():
-        names.append(name)
+    while (folder / (further := _numbered(name, len(names) + 1))).is_file():
+        names.append(further)
     return names
+
+
+def _numbered(name: str, number: int) -> str:
+    """Returns the name of one of several files of a kind; the first has no number."""
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}_{number}{dot}{suffix}" if number else name
 
 
 def _is_safetensors(path: Place) -> bool:

@@ -430,6 +430,20 @@ def _after_stage_3(state: State) -> list[str]:
 
 def accelerate_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a folder of Accelerate."""
+    if len(sides := _sides(state, saved)) > 1:
+        modules, making, schedules = _made_lines(state, saved, sides)
+        both = "*optimizers, *schedulers" if schedules else "*optimizers"
+        return [
+            *_group_imports(state, saved, "import pathlib"),
+            *modules,
+            *_manifest_in_folder(saved),
+            *_group_lines(state, saved),
+            *making,
+            f"model, *prepared = accelerator.prepare(model, {both})",
+            f"optimizers, schedulers = prepared[:{len(sides)}], prepared[{len(sides)}:]",
+            f"accelerator.load_state({quoted(saved.path)})",
+            *([] if schedules else _late_lines(saved.rates(state), sides)),
+        ]
     return [
         *_group_imports(state, saved, "import pathlib"),
         *_imports(state),
@@ -843,38 +857,53 @@ def _late_schedule(rates: RatesOf, record: str) -> list[str]:
 
 def _several_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a file with several optimizers, each with groups of its own."""
-    sides, modules, calls = _sides(state, saved), list[str](), list[str]()
-    for numbers in sides:
-        kind = kind_of(state, state["groups"][numbers[0]])
-        alone = {**state, **kind, "groups": [state["groups"][i] for i in numbers]}
-        groups = ", ".join(f"groups[{i}]" for i in numbers)
-        modules += _imports(alone)[1:]
-        calls.append(_call(alone, ", ".join([f"[{groups}]", *_arguments(alone)])))
-    rates, keys = saved.rates(state), _optimizer_keys(saved)
+    sides, keys = _sides(state, saved), _optimizer_keys(saved)
+    modules, making, schedules = _made_lines(state, saved, sides)
     keys = keys if len(keys) == len(sides) else [f'["optimizers"][{i}]' for i in range(len(sides))]
-    schedules = rates.torch_calls(sides)
     records = ", ".join(f"checkpoint{subscripts(place)}" for place in schedules)
-    making = listed("schedulers", [*schedules.values()])
-    making[-1] += "  # before the states are loaded: making them sets the rates"
     loading = [
         f"for scheduler, state in zip(schedulers, [{records}]):",
         "    scheduler.load_state_dict(state)",
     ]
     return [
         *_group_imports(state, saved),
-        "import torch",
-        *dict.fromkeys(modules),
+        *modules,
         *_load_lines(state, saved),
         *_model_lines(state, saved),
         *after_loading(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
         *_group_lines(state, saved),
-        *listed("optimizers", calls),
-        *(making if schedules else []),
+        *making,
         f"for optimizer, state in zip(optimizers, [{', '.join(f'checkpoint{key}' for key in keys)}]):",
         "    optimizer.load_state_dict(state)",
-        *(loading if schedules else rates.torch_lines_of_each(sides) or rates.comment()),
+        *(loading if schedules else _late_lines(saved.rates(state), sides)),
     ]
+
+
+def _made_lines(
+    state: State, saved: SavedRun, sides: Sequence[Sequence[int]]
+) -> tuple[list[str], list[str], Sequence[str]]:
+    """Returns the imports of several optimizers, the lines that make them, and the places of their schedules' states.
+
+    Schedules are made before states are loaded: making them sets the rates.
+    """
+    modules, calls = ["import torch"], list[str]()
+    for numbers in sides:
+        kind = kind_of(state, state["groups"][numbers[0]])
+        alone = {**state, **kind, "groups": [state["groups"][i] for i in numbers]}
+        groups = ", ".join(f"groups[{i}]" for i in numbers)
+        modules += _imports(alone)[1:]
+        calls.append(_call(alone, ", ".join([f"[{groups}]", *_arguments(alone)])))
+    schedules = saved.rates(state).torch_calls(sides)
+    making = listed("schedulers", [*schedules.values()]) if schedules else [""]
+    making[-1] += "  # before the states are loaded: making them sets the rates"
+    lines = [*listed("optimizers", calls), *(making if schedules else [])]
+    return [*dict.fromkeys(modules)], lines, [*schedules]
+
+
+def _late_lines(rates: RatesOf, sides: Sequence[Sequence[int]]) -> list[str]:
+    """Returns the lines of schedules whose states no file has."""
+    return rates.torch_lines_of_each(sides) or rates.comment()
 
 
 def _sides(state: State, saved: SavedRun) -> list[list[int]]:

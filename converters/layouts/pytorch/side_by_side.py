@@ -161,7 +161,8 @@ def join_side_by_side(
         tree = put(tree, above, siblings + [None] * (max(last) + 1 - len(siblings)))
     for place, optimizer in zip(places, optimizers, strict=True):
         tree = put(tree, place, optimizer)
-    return Encoded(tree, step, dropped=dropped, parts={"model": model_at})
+    of_each = {f"{USUAL}/{i}": place for i, place in enumerate(places)}
+    return Encoded(tree, step, dropped=dropped, parts={"model": model_at, **of_each})
 
 
 def _params(optimizer: Mapping[str, Any]) -> list[Any]:
