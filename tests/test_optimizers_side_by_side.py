@@ -169,6 +169,35 @@ def test_accelerate_loads_each_from_a_file_of_its_own(first: str, form: str, tmp
         assert opened.counts.updates == ALL and len(opened.groups) == 2
 
 
+@pytest.mark.parametrize(
+    ("form", "files"),
+    [
+        ("named", ("optimizer_matrices.pt", "optimizer_vectors.pt")),
+        ("list", ("optimizer.pt", "optimizer_1.pt")),
+        ("lightning", ("optimizer.pt", "optimizer_1.pt")),
+    ],
+)
+def test_files_beside_a_model_are_one_for_each(form: str, files: tuple[str, str], tmp_path: Path) -> None:
+    """The lines loaded a file optimizer.pt that a folder with both has not."""
+    import torch
+
+    run = Run()
+    folder = convert(plan(run.save(form, tmp_path / "run.pt"), tmp_path / "next", to="safetensors")).target
+    back = convert(plan(folder, tmp_path / "back", to="safetensors")).target
+    again = Run()
+    for place in (folder, back):
+        states = [torch.load(str(place / file), weights_only=True) for file in files]
+        for optimizer, state in zip(again.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        with open_state(place) as opened:
+            lines = resume_lines(of_checkpoint(opened), opened.state.to_json())
+        assert all(any(file in line for line in lines) for file in files), lines
+        assert sum("torch.optim." in line for line in lines) == 2, lines
+    run.step(SAVED, ALL)
+    again.step(SAVED, ALL)
+    assert all(torch.equal(param, again.params[name]) for name, param in run.params.items())
+
+
 @pytest.mark.parametrize("where", ["file", "neutral", "statekit-torch"])
 def test_they_go_on_as_torch_does(where: str, tmp_path: Path) -> None:
     import torch

@@ -176,6 +176,14 @@ def _open_named(
     return (name, part, notes) if key == "optimizer" or not holds_records(part) else (None, None, ())
 
 
+def _named_files(tree: Tree) -> dict[str, tuple[str, Tree]]:
+    """Returns the files of optimizers that lie in a table by names, each with its key; none if they don't."""
+    table = tree.get(f"{OPTIMIZER}s") if isinstance(tree, Mapping) else None
+    parts = table if isinstance(table, Mapping) else {}
+    files = {f"{OPTIMIZER}_{name}.pt": (f"{OPTIMIZER}s/{name}", part) for name, part in parts.items()}
+    return files if len(files) > 1 and all(map(_APART.fullmatch, files)) else {}
+
+
 def _optimizers_apart(folder: Place) -> dict[str, Place]:
     """Returns the files of several optimizers by their number."""
     matches = ((entry, _APART.fullmatch(entry.name)) for entry in listing(folder))
@@ -424,7 +432,8 @@ class HuggingFaceFolder:
         schedule_in: The number in which the library counts updates and the schedule's steps; None if it has none.
         paced: Whether the library's next update takes the learning rate that the optimizer's file has.
         builds_optimizer: Whether the library builds the usual optimizer itself.
-        numbers: Whether the library has several of a part, in files that it numbers: optimizer.bin, optimizer_1.bin.
+        numbers: Whether a part may have several files, with numbers: optimizer.bin, optimizer_1.bin.
+        names: Whether several optimizers may have files of their names: optimizer_muon.pt, optimizer_adamw.pt.
     """
 
     name: str
@@ -441,6 +450,7 @@ class HuggingFaceFolder:
     paced: bool = False
     builds_optimizer: bool = False
     numbers: bool = False
+    names: bool = False
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
     entries: tuple[str, ...] = ("*.index.json", "config.json", "adapter_config.json", "trainer_state.json")
@@ -497,7 +507,9 @@ class HuggingFaceFolder:
         Raises:
             UsageError: The target is a single file, and the state has an optimizer.
         """
-        encoded = listed(encoded.side_by_side or encoded, f"{OPTIMIZER}s") if self.numbers else encoded
+        encoded = (encoded.side_by_side or encoded) if self.numbers else encoded
+        if self.numbers and not (self.names and _named_files(encoded.tree)):
+            encoded = listed(encoded, f"{OPTIMIZER}s")
         encoded = moved_to(encoded, {"model": "model", **dict(zip(self.parts, self.parts, strict=True))})
         if self.target_kind == "file":
             encoded = _model_alone(encoded)
@@ -587,6 +599,9 @@ class HuggingFaceFolder:
         for key, file in self.parts.items() if self.numbers else ():
             several = tree.pop(f"{key}s") if isinstance(tree.get(f"{key}s"), list) else []
             parts |= {_numbered(file, i): (f"{key}s/{i}", part) for i, part in enumerate(several)}
+        if self.names and (by_file := _named_files(tree)):
+            parts |= by_file
+            del tree[f"{OPTIMIZER}s"]
         return _Laid(prefix, stem, model, ties, parts, files, tuple(pretrained), tree)
 
     def _locate(self, path: Place, step: int | None) -> _Folder | None:

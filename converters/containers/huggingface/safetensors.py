@@ -29,5 +29,7 @@ CONTAINER = HuggingFaceFolder(
     _plain,
     specificity=10,
     opens_files=True,
+    numbers=True,
+    names=True,
     suffixes=(".safetensors",),
 )

@@ -466,9 +466,27 @@ def prepared_lines(rates: RatesOf, saved: SavedRun) -> list[str]:
     ]
 
 
+_OPTIMIZERS = re.compile(r"optimizer(_\w+)?\.(pt|bin)")
+"""The files of several optimizers, in whose order they lie."""
+
+
 def pretrained_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a model of Transformers in safetensors, beside which lies optimizer.pt."""
-    path, rates = saved.path, saved.rates(state)
+    path, rates, sides = saved.path, saved.rates(state), _sides(state, saved)
+    if len(sides) > 1:
+        modules, making, _ = _made_lines(state, saved, sides)
+        files = [quoted(path / file) for file in sorted(saved.files) if _OPTIMIZERS.fullmatch(file)]
+        return [
+            *_group_imports(state, saved, "import pathlib"),
+            *modules,
+            f"model = type(model).from_pretrained({quoted(path)})  # with the model's config.json in the folder",
+            *_manifest_in_folder(saved),
+            *_group_lines(state, saved),
+            *making,
+            f"for optimizer, file in zip(optimizers, [{', '.join(files)}]):",
+            "    optimizer.load_state_dict(torch.load(file, weights_only=True))",
+            *_late_lines(rates, sides),
+        ]
     return [
         *_group_imports(state, saved, "import pathlib"),
         *_imports(state),

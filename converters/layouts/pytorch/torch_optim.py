@@ -1225,4 +1225,4 @@ def _counts(counts: Mapping[str, int], params: Iterable[str], done: int | None =
     )
 
 
-LAYOUT = TorchOptim(holds_several=("torch", "accelerate"))
+LAYOUT = TorchOptim(holds_several=("torch", "accelerate", "safetensors"))
