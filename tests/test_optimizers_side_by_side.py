@@ -196,6 +196,8 @@ def test_files_beside_a_model_are_one_for_each(form: str, files: tuple[str, str]
     run.step(SAVED, ALL)
     again.step(SAVED, ALL)
     assert all(torch.equal(param, again.params[name]) for name, param in run.params.items())
+    with pytest.raises(UsageError, match="no place for an optimizer"):
+        plan(folder, tmp_path / "alone.safetensors", layout="torch-optim")
 
 
 @pytest.mark.parametrize("where", ["file", "neutral", "statekit-torch"])

@@ -507,10 +507,9 @@ class HuggingFaceFolder:
         Raises:
             UsageError: The target is a single file, and the state has an optimizer.
         """
-        encoded = (encoded.side_by_side or encoded) if self.numbers else encoded
-        if self.numbers and not (self.names and _named_files(encoded.tree)):
-            encoded = listed(encoded, f"{OPTIMIZER}s")
-        encoded = moved_to(encoded, {"model": "model", **dict(zip(self.parts, self.parts, strict=True))})
+        encoded = moved_to(
+            self._apart(encoded), {"model": "model", **dict(zip(self.parts, self.parts, strict=True))}
+        )
         if self.target_kind == "file":
             encoded = _model_alone(encoded)
         if self.paced:
@@ -530,6 +529,14 @@ class HuggingFaceFolder:
         notes = [*encoded.assumptions, *(need.said for need in supplied.values())]
         notes += [f"{name} is the one that the map made; another lay beside the source." for name in again]
         return replace(encoded, tree=tree, assumptions=tuple(notes))
+
+    def _apart(self, encoded: Encoded) -> Encoded:
+        """Returns a state with several optimizers in a list, or in a table where their files may have its names."""
+        if not self.numbers:
+            return encoded
+        encoded = encoded.side_by_side or encoded
+        in_table = self.names and _named_files(encoded.tree)
+        return encoded if in_table else listed(encoded, f"{OPTIMIZER}s")
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a folder that the library loads: the model as safetensors, all else as torch files and JSON."""
@@ -595,6 +602,10 @@ class HuggingFaceFolder:
             del tree[PRETRAINED]  # they are among the files
         stem = "adapter_model" if ADAPTER_CONFIG in files else "model"
         model, ties = tree.pop("model"), tree.pop(TIES, {})
+        return _Laid(prefix, stem, model, ties, self._taken(tree), files, tuple(pretrained), tree)
+
+    def _taken(self, tree: dict[str, Tree]) -> dict[str, tuple[str, Tree]]:
+        """Takes what has files of its own out of a tree, and returns it by file, each with its key."""
         parts = {self.parts[key]: (key, tree.pop(key)) for key in self.parts if key in tree}
         for key, file in self.parts.items() if self.numbers else ():
             several = tree.pop(f"{key}s") if isinstance(tree.get(f"{key}s"), list) else []
@@ -602,7 +613,7 @@ class HuggingFaceFolder:
         if self.names and (by_file := _named_files(tree)):
             parts |= by_file
             del tree[f"{OPTIMIZER}s"]
-        return _Laid(prefix, stem, model, ties, parts, files, tuple(pretrained), tree)
+        return parts
 
     def _locate(self, path: Place, step: int | None) -> _Folder | None:
         """Finds the folder: itself, or of a run's folder the newest step's or the given one's."""
@@ -728,7 +739,7 @@ def _of_one_optimizer(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tenso
 
 def _model_alone(encoded: Encoded) -> Encoded:
     """Returns a state of weights as a single file holds it: tensors, and further names of some."""
-    if "optimizer" in encoded.tree:
+    if {OPTIMIZER, f"{OPTIMIZER}s"} & encoded.tree.keys():
         raise UsageError(
             "A single safetensors file has no place for an optimizer's state.",
             place="the target",
