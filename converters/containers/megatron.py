@@ -128,7 +128,7 @@ class Megatron:
             _check_ranks(place, ranks, models[0].get("args"))
             _check_steps([*zip(paths, models, strict=True)])
             others = {key: part for key, part in models[0].items() if key not in ("model", "optimizer")}
-            if not all(_has_state(tree.get("optimizer")) for tree in models):
+            if not all(_inner(tree.get("optimizer")).get("state") for tree in models):
                 gathered = [read_object(files.source(_gathered_file(place / rank))) for rank in ranks]
                 models = [
                     {**tree, "optimizer": _nested(tree.get("optimizer")), _BUCKETS: part.tree}
@@ -283,11 +283,6 @@ def _gathered_file(rank: Place) -> Place:
     if not values.exists():
         raise _not_gathered(rank / _MODEL, values)
     return values
-
-
-def _has_state(optimizer: Any) -> bool:
-    """Tells whether a model's file has the optimizer's slots, by number, as it has without a distributed optimizer."""
-    return bool(_inner(optimizer).get("state"))
 
 
 def _not_gathered(model: Place, values: Place) -> NotFoundError:

@@ -90,11 +90,6 @@ class Tree(TypedDict):
     optimizer: StateDict
 
 
-def _of_other_dtype(model: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the model's parameters whose dtype isn't that of the weight that the optimizer moves."""
-    return {path: tensor for path, tensor in model.items() if tensor.dtype != weights.get(path, tensor).dtype}
-
-
 def _counts_behind(counts: Counts, ahead: int) -> Counts:
     """Returns counts whose schedule stands at the run's step, behind the optimizer's count."""
     if not ahead:
@@ -211,7 +206,7 @@ class DeepSpeed:
         lost = Faults((f"has no {_WEIGHT}", path) for path in state.params if path not in weights)
         lost.check(StateError, "Parameters have no weight that the optimizer moves", place=checkpoint.path)
         model = {path_of(name): tensor for name, tensor in tree["model"].items()}
-        stored_params = _of_other_dtype(model, weights)
+        stored_params = {path: t for path, t in model.items() if t.dtype != weights.get(path, t).dtype}
         copies = {} if checkpoint.meta.get("zero_stage") == _NOT_STORED else model
         slots = _whole(state, checkpoint.tree) if flat else state.slots
         ahead = at(checkpoint.tree, ("deepspeed", "first_steps")) or 0

@@ -80,17 +80,15 @@ def apart(state: TrainState, settings: Mapping[str, Any] | None, record: Manifes
         groups, kinds = [group.group() for group in record.groups], list[Kind](record.kinds)
     else:
         groups, kinds = _groups(state, settings)
-    slots = {path: _canonical(kept) for path, kept in state.slots.items()}
+    slots = {
+        path: {_RENAMED.get(name, name): tensor for name, tensor in kept.items() if name != ACCUMULATOR}
+        for path, kept in state.slots.items()
+    }
     notes = [*state.assumptions, *(record.assumptions if record else _notes(settings, groups))]
     extra = {**state.extra, HOME: home}
     return replace(
         state, slots=slots, optimizer=Optimizer.of(groups, kinds), extra=extra, assumptions=tuple(notes)
     )
-
-
-def _canonical(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a parameter's slots by their canonical names."""
-    return {_RENAMED.get(name, name): tensor for name, tensor in kept.items() if name != ACCUMULATOR}
 
 
 def _groups(state: TrainState, settings: Mapping[str, Any] | None) -> tuple[list[Group], list[Kind]]:

@@ -423,16 +423,12 @@ def _vectors(buffer: Any) -> Iterator[dict[str, Tensor]]:
             yield from _vectors(entry) if isinstance(entry, Mapping) else ()
         return
     lists = {key: part for key, part in buffer.items() if isinstance(part, list)}
-    buckets = [buffer] if _is_vector(buffer.get(_MASTER)) else _turned(lists)
+    turned = [dict(zip(lists, parts, strict=True)) for parts in zip(*lists.values(), strict=False)]
+    buckets = [buffer] if _is_vector(buffer.get(_MASTER)) else turned
     for bucket in buckets:
         vectors = {key: part for key, part in bucket.items() if _is_vector(part)}
         if _MASTER in vectors:
             yield vectors
-
-
-def _turned(lists: Mapping[Any, Sequence[Any]]) -> list[dict[Any, Any]]:
-    """Returns a map for each place of several lists."""
-    return [dict(zip(lists, parts, strict=True)) for parts in zip(*lists.values(), strict=False)]
 
 
 def _is_vector(part: Any) -> TypeGuard[Tensor]:

@@ -431,13 +431,9 @@ def _after_stage_3(state: State) -> list[str]:
 def accelerate_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a folder of Accelerate."""
     if len(sides := _sides(state, saved)) > 1:
-        modules, making, schedules = _made_lines(state, saved, sides)
+        making, schedules = _made_in_folder(state, saved, sides)
         both = "*optimizers, *schedulers" if schedules else "*optimizers"
         return [
-            *_group_imports(state, saved, "import pathlib"),
-            *modules,
-            *_manifest_in_folder(saved),
-            *_group_lines(state, saved),
             *making,
             f"model, *prepared = accelerator.prepare(model, {both})",
             f"optimizers, schedulers = prepared[:{len(sides)}], prepared[{len(sides)}:]",
@@ -474,14 +470,10 @@ def pretrained_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a model of Transformers in safetensors, beside which lies optimizer.pt."""
     path, rates, sides = saved.path, saved.rates(state), _sides(state, saved)
     if len(sides) > 1:
-        modules, making, _ = _made_lines(state, saved, sides)
+        loaded = f"model = type(model).from_pretrained({quoted(path)})  # with the model's config.json in the folder"
+        making, _ = _made_in_folder(state, saved, sides, loaded)
         files = [quoted(path / file) for file in sorted(saved.files) if _OPTIMIZERS.fullmatch(file)]
         return [
-            *_group_imports(state, saved, "import pathlib"),
-            *modules,
-            f"model = type(model).from_pretrained({quoted(path)})  # with the model's config.json in the folder",
-            *_manifest_in_folder(saved),
-            *_group_lines(state, saved),
             *making,
             f"for optimizer, file in zip(optimizers, [{', '.join(files)}]):",
             "    optimizer.load_state_dict(torch.load(file, weights_only=True))",
@@ -917,6 +909,15 @@ def _made_lines(
     making[-1] += "  # before the states are loaded: making them sets the rates"
     lines = [*listed("optimizers", calls), *(making if schedules else [])]
     return [*dict.fromkeys(modules)], lines, [*schedules]
+
+
+def _made_in_folder(
+    state: State, saved: SavedRun, sides: Sequence[Sequence[int]], *model: str
+) -> tuple[list[str], Sequence[str]]:
+    """Returns all lines that make the optimizers of a folder, with those of its model, and what `_made_lines` does."""
+    modules, making, schedules = _made_lines(state, saved, sides)
+    groups = [*_manifest_in_folder(saved), *_group_lines(state, saved)]
+    return [*_group_imports(state, saved, "import pathlib"), *modules, *model, *groups, *making], schedules
 
 
 def _late_lines(rates: RatesOf, sides: Sequence[Sequence[int]]) -> list[str]:

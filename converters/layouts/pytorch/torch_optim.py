@@ -351,7 +351,9 @@ class TorchOptim:
     def _encode(self, state: TrainState, sides: Sequence[tuple[TreePath, list[Group]]]) -> Encoded:
         """Returns the file's tree with an optimizer at each of these places, or one for all at its usual one."""
         faults = Faults([*_unknown_numbers(state), *_turned(state)])
-        kinds = [_kinds_of(state, groups, self.name) for _, groups in sides]
+        kinds = [
+            [_kind_of(*state.optimizer.kind(group), self.name) for group in groups] for _, groups in sides
+        ]
         by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
         optimizers = [
             self._optimizer(state, of_groups, groups, by_name, faults)
@@ -478,11 +480,6 @@ def _as_one_group(groups: Sequence[dict[str, Any]], faults: Faults) -> list[dict
                     f"is {merged[key]!r} and {value!r}, and the class has one group for both rules", key
                 )
     return [merged]
-
-
-def _kinds_of(state: TrainState, groups: Sequence[Group], layout: str) -> list[TorchOptimizer]:
-    """Returns the optimizer of torch that each group is of."""
-    return [_kind_of(*state.optimizer.kind(group), layout) for group in groups]
 
 
 def _kind_of(schema: str, variant: str | None, layout: str) -> TorchOptimizer:

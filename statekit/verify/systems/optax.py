@@ -140,7 +140,7 @@ class Optax:
                 description.
         """
         spec = phase.hyperparameters
-        if not _names_links(tensors):
+        if not any(name.startswith("slot/") and "." in name.rpartition("/")[2] for name in tensors):
             return schema_named.decode(tensors, step, phase)
         begun = next((name for name, tensor in tensors.items() if _begins(name) and tensor.read()), None)
         if begun is not None:
@@ -186,10 +186,6 @@ def every(optimizer: str) -> int:
     """Returns how many gradients make an update, by an optimizer's name: `MultiSteps(adafactor, 3)`."""
     called = re.search(r"MultiSteps\(.*,\s*(?:every_k_schedule\s*=\s*)?(\d+)\)", optimizer)
     return int(called[1]) if called else 1
-
-
-def _names_links(tensors: Mapping[str, Tensor]) -> bool:
-    return any(name.startswith("slot/") and "." in name.rpartition("/")[2] for name in tensors)
 
 
 def _begins(name: str) -> bool:
