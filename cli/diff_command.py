@@ -58,7 +58,7 @@ def _show(screen: Screen, result: Diff) -> None:
     screen.say(f"A: {shown_path(result.left)}{at}")
     screen.say(f"B: {shown_path(result.right)}{at}")
     if result.compared:
-        screen.say(f"Equal at {plural(len(result.compared), 'step')}: {_numbers(result.compared)}.")
+        screen.say(f"Equal at {plural(len(result.compared), 'step')}: {some([*map(str, result.compared)])}.")
     tensors = [difference for difference in result.differences if difference.what in _TENSORS]
     if tensors:
         screen.title(f"The first that differs: {tensors[0].place}")
@@ -78,10 +78,6 @@ def _show(screen: Screen, result: Diff) -> None:
             f"{plural(len(result.differences), 'difference')} in {count} and what stands beside them.",
             bold=True,
         )
-
-
-def _numbers(steps: Sequence[int]) -> str:
-    return some([str(step) for step in steps])
 
 
 def _tree(tensors: Sequence[Difference]) -> Table:

@@ -240,7 +240,8 @@ class _Show:
         count = plural(len(inside), "parameter")
         cells: list[Cell] = [size(_bytes(inside))]
         cells += [] if with_slots else [size(_bytes(slots)), _slot_counts(slots)]
-        grid.add_row(label, Styled(count, dim=True), "", *cells, *self.cells(_together([*inside, *slots])))
+        together = total(tensor.stats for tensor in (*inside, *slots) if tensor.stats)
+        grid.add_row(label, Styled(count, dim=True), "", *cells, *self.cells(together))
 
     def parameter(self, grid: Table, row: Row[ParameterSummary]) -> None:
         (parameter,) = row.items
@@ -327,10 +328,6 @@ def _kinds(piece: Piece) -> str:
 
 def _bytes(tensors: Iterable[TensorSummary]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _together(tensors: Iterable[TensorSummary]) -> Stats:
-    return total(tensor.stats for tensor in tensors if tensor.stats)
 
 
 def _slot_counts(slots: Iterable[TensorSummary]) -> str:

@@ -56,19 +56,14 @@ def listed(encoded: Encoded, key: str) -> Encoded:
     places = [path for name, path in encoded.parts.items() if name.startswith(f"{key}/")]
     if not places or places == [(key, i) for i in range(len(places))]:
         return encoded
-    parts, tree, exactness = [at(encoded.tree, path) for path in places], encoded.tree, encoded.exactness
-    for number, path in enumerate(places):
-        tree, old = without(tree, path), "/".join(map(str, path))
-        exactness = {
-            f"{key}/{number}{name.removeprefix(old)}" if name.startswith(f"{old}/") else name: value
-            for name, value in exactness.items()
-        }
+    parts, tree = [at(encoded.tree, path) for path in places], encoded.tree
+    for path in places:
+        tree = without(tree, path)
     above = places[0][:-1]
     if above and not any(at(tree, above) or ()):
         tree = without(tree, above)
     lost = {f"extra/torch/{key}": "optimizers stand in its place"} if at(tree, (key,)) else {}
-    dropped = {**encoded.dropped, **lost}
-    return replace(encoded, tree=put(tree, (key,), parts), exactness=exactness, dropped=dropped)
+    return replace(encoded, tree=put(tree, (key,), parts), dropped={**encoded.dropped, **lost})
 
 
 def _is_only(tree: Tree, path: Keys) -> bool:

@@ -73,8 +73,10 @@ def fitted_to_engine(encoded: Encoded) -> Encoded:
     encoded = moved_to(encoded, {"model": "model", "optimizer": "optimizer", "scheduler": _SCHEDULER})
     if any(map(is_of_expert, at(encoded.tree, ("model",)) or ())) and _EXPERTS not in encoded.assumptions:
         encoded = replace(encoded, assumptions=(*encoded.assumptions, _EXPERTS))
-    if isinstance(encoded.tree.get(_ENGINE), Mapping):
-        return _counted(_without_scaler(_in_one_slice(encoded)))
+    if isinstance(engine := encoded.tree.get(_ENGINE), Mapping):
+        # The model's file is one, and DeepSpeed compares it with the count of slices: state_dict_factory.py.
+        encoded = replace(encoded, tree={**encoded.tree, _ENGINE: {**engine, SLICES: 1}})
+        return _counted(_without_scaler(encoded))
     assumed = (
         f"The source isn't a run of DeepSpeed: the engine's count is {encoded.step} steps, of which none was skipped;"
         " it takes its samples from its own batch size."
@@ -82,15 +84,6 @@ def fitted_to_engine(encoded: Encoded) -> Encoded:
     counts = {"global_steps": encoded.step, "skipped_steps": 0, "dp_world_size": 1, SLICES: 1}
     tree = {**encoded.tree, _ENGINE: {**counts, "ds_version": _VERSION}}
     return replace(encoded, tree=tree, assumptions=(*encoded.assumptions, assumed))
-
-
-def _in_one_slice(encoded: Encoded) -> Encoded:
-    """Returns a run whose engine counts one slice of the model: the model's file is one, and DeepSpeed compares them.
-
-    Source: deepspeedai/DeepSpeed deepspeed/runtime/state_dict_factory.py, `check_ckpt_list`.
-    """
-    engine = {**encoded.tree[_ENGINE], SLICES: 1}
-    return replace(encoded, tree={**encoded.tree, _ENGINE: engine})
 
 
 def _counted(encoded: Encoded) -> Encoded:

@@ -273,15 +273,11 @@ def class_state(
     ratio = (signature.settings or {}).get(_RATIO, 1)
     if signature.kind == CLASS and _divides(ratio):
         both = manifest_state(checkpoint, MATRICES[0], REST[0]) or manifest_state(checkpoint, MATRICES[0])
-        state = apart(state, signature.settings or _recorded(manifest), both)
+        recorded = manifest.groups[0].hyperparameters.values if manifest and manifest.groups else None
+        state = apart(state, signature.settings or recorded, both)
     return hints.applied(state)
 
 
 def _divides(ratio: Any) -> bool:
     """Tells whether the arguments of Adam may be divided by a ratio: Adam of rate 0 would still decay."""
     return fits(ratio, float) and ratio > 0 and math.isfinite(ratio) and math.isfinite(1 / ratio)
-
-
-def _recorded(manifest: ManifestRecord | None) -> Mapping[str, Any] | None:
-    """Returns the arguments that a manifest has of the class; None where it has none."""
-    return manifest.groups[0].hyperparameters.values if manifest is not None and manifest.groups else None

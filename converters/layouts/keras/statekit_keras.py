@@ -506,7 +506,7 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     # `rules` say what is logical of each parameter.
     offers = {whose: offered(*whose).keys() - {LOGICAL} for whose in kinds}
     groups = [
-        _only(g.hyperparameters, offers[whose])
+        {name: value for name, value in g.hyperparameters.items() if name in offers[whose]}
         for g, whose in zip(state.optimizer.groups, kinds, strict=False)
     ]
     rate = _rate(state)
@@ -545,10 +545,6 @@ def _kinds_of(state: TrainState) -> list[tuple[str, str]]:
     if any(variant is None for _, variant in kinds):
         raise InexactError("The variant of the run is not given.", remedy="name it with --variant")
     return [(schema, str(variant)) for schema, variant in kinds]
-
-
-def _only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _common_of(

@@ -172,7 +172,7 @@ def _order(tree: Any, given: Sequence[str] | None) -> Numbered:
     by_optimizer = tree["optimizer"].state.get("idx2name", {})
     names = {i: bare(name) for i, name in by_optimizer.items() if isinstance(name, str)}
     return numbered(
-        {index: _shape(entry) for index, entry in tree["states"].items()},
+        {i: next((t.shape for _, t in _leaves(entry)), None) for i, entry in tree["states"].items()},
         {bare(name): tensor.shape for name, tensor in tree["params"].items()},
         names if len(set(names.values())) == len(names) else {},
         None if given is None else [native.get(path_of(name), name) for name in given],
@@ -208,11 +208,6 @@ def _leaves(entry: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int
     elif isinstance(entry, (list, tuple)):
         for i, part in enumerate(entry):
             yield from _leaves(part, (*place, i))
-
-
-def _shape(entry: Any) -> tuple[int, ...] | None:
-    """Returns the shape that an index's state shows; None of one without arrays."""
-    return next((tensor.shape for _, tensor in _leaves(entry)), None)
 
 
 def _slots(kind: str, param: Tensor, entry: Any) -> Iterator[tuple[str, Tensor]]:

@@ -66,7 +66,9 @@ def _drop_in(name: str, variant: str) -> Native:
             raise UsageError("Keras' own base class keeps averages.", found="average")
         if not kept:
             optimizer, variables = _loaded(state, one_rate(name, rates), variant)
-            kept.append((optimizer, variables, [_array(variable) for variable in optimizer.variables]))
+            kept.append(
+                (optimizer, variables, [np.array(keras.ops.convert_to_numpy(v)) for v in optimizer.variables])
+            )
         optimizer, variables, begun = kept[0]
         for path, variable in variables.items():
             variable.assign(state.params[path].read())
@@ -86,10 +88,6 @@ def _loaded(state: TrainState, rate: float, variant: str) -> tuple[Any, dict[str
             path, list(variables.values()), rate, variant=variant, names=names
         )
     return optimizer, variables
-
-
-def _array(value: object) -> Array:
-    return np.array(keras.ops.convert_to_numpy(value))
 
 
 def _moved(optimizer: Any, variables: Mapping[str, Any], updates: Updates) -> TrainState:

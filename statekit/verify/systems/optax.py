@@ -142,7 +142,8 @@ class Optax:
         spec = phase.hyperparameters
         if not any(name.startswith("slot/") and "." in name.rpartition("/")[2] for name in tensors):
             return schema_named.decode(tensors, step, phase)
-        begun = next((name for name, tensor in tensors.items() if _begins(name) and tensor.read()), None)
+        counted = (name for name in tensors if name.rpartition("/")[2].rpartition(".")[2] == "mini_step")
+        begun = next((name for name in counted if tensors[name].read()), None)
         if begun is not None:
             raise StateError(
                 "A recorded state lies between two updates and has only some of the gradients.", place=begun
@@ -186,11 +187,6 @@ def every(optimizer: str) -> int:
     """Returns how many gradients make an update, by an optimizer's name: `MultiSteps(adafactor, 3)`."""
     called = re.search(r"MultiSteps\(.*,\s*(?:every_k_schedule\s*=\s*)?(\d+)\)", optimizer)
     return int(called[1]) if called else 1
-
-
-def _begins(name: str) -> bool:
-    """Tells whether a tensor counts the gradients that MultiSteps has for the update to come."""
-    return name.rpartition("/")[2].rpartition(".")[2] == "mini_step"
 
 
 def _tree(tensors: Mapping[str, Tensor]) -> Tree:
