@@ -49,10 +49,7 @@ def moved_to(encoded: Encoded, keys: Mapping[str, str]) -> Encoded:
 
 
 def listed(encoded: Encoded, key: str) -> Encoded:
-    """Returns a state whose several parts of a kind lie in one list under a key, wherever the source had them.
-
-    What else lay in their list or table there has no file.
-    """
+    """Returns a state whose several parts of a kind lie in one list under a key, wherever the source had them."""
     places = [path for name, path in encoded.parts.items() if name.startswith(f"{key}/")]
     if not places or places == [(key, i) for i in range(len(places))]:
         return encoded

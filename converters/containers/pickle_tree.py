@@ -130,14 +130,11 @@ def _fields(record: Record) -> Tree:
         return list(record.args)  # a NamedTuple of the program's own, whose fields only that knows
     if not record.args and isinstance(record.state, Mapping):
         return {
-            key: part for key, part in record.state.items() if not isinstance(part, Record) or _holds(part)
+            key: part
+            for key, part in record.state.items()  # without functions that a pickle names, which hold nothing
+            if not isinstance(part, Record) or part.args or part.state is not None
         }
     return record
-
-
-def _holds(record: Record) -> bool:
-    """Tells whether an object holds anything: a function that is named in a pickle doesn't."""
-    return bool(record.args) or record.state is not None
 
 
 CONTAINER = PickledTree()

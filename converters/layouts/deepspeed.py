@@ -303,14 +303,11 @@ def _weights(tree: Any) -> dict[str, Tensor]:
     return {path_of(name): record[_WEIGHT] for name, record in tree["optimizer"]["state"].items()}
 
 
-def _is_flat(record: Mapping[str, Any]) -> bool:
-    """Tells whether the slots are Adafactor's of a vector, whatever the parameter's shape."""
-    return "exp_avg" not in record and any(key in record for key in _UNFACTORED)
-
-
 def _decoded(checkpoint: Checkpoint, hints: CheckpointRef) -> tuple[TrainState, bool]:
     """Returns the state of parameters as the optimizer saw them, and whether they were vectors to it."""
-    if any(_is_flat(record) for record in checkpoint.tree["optimizer"]["state"].values()):
+    records = checkpoint.tree["optimizer"]["state"].values()
+    # Whatever the parameter's shape, the slots are Adafactor's of a vector.
+    if any("exp_avg" not in record and not record.keys().isdisjoint(_UNFACTORED) for record in records):
         flat = TORCH_OPTIM.decode(replace(checkpoint, tree=_flattened(checkpoint.tree)), hints)
         if not any(map(is_native, flat.optimizer.schemas)):  # or another rule keeps such a slot
             return flat, True

@@ -431,14 +431,14 @@ def _after_stage_3(state: State) -> list[str]:
 def accelerate_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a folder of Accelerate."""
     if len(sides := _sides(state, saved)) > 1:
-        making, schedules = _made_in_folder(state, saved, sides)
+        rates, (making, schedules) = saved.rates(state), _made_in_folder(state, saved, sides)
         both = "*optimizers, *schedulers" if schedules else "*optimizers"
         return [
             *making,
             f"model, *prepared = accelerator.prepare(model, {both})",
             f"optimizers, schedulers = prepared[:{len(sides)}], prepared[{len(sides)}:]",
             f"accelerator.load_state({quoted(saved.path)})",
-            *([] if schedules else _late_lines(saved.rates(state), sides)),
+            *([] if schedules else rates.torch_lines_of_each(sides) or rates.comment()),
         ]
     return [
         *_group_imports(state, saved, "import pathlib"),
@@ -477,7 +477,7 @@ def pretrained_lines(state: State, saved: SavedRun) -> list[str]:
             *making,
             f"for optimizer, file in zip(optimizers, [{', '.join(files)}]):",
             "    optimizer.load_state_dict(torch.load(file, weights_only=True))",
-            *_late_lines(rates, sides),
+            *(rates.torch_lines_of_each(sides) or rates.comment()),
         ]
     return [
         *_group_imports(state, saved, "import pathlib"),
@@ -585,13 +585,9 @@ def _class_without_schema(state: State) -> str:
     library, _, rest = str(state["variant"]).partition(" ")
     name = rest.partition(" ")[0]
     # The options of releases before 1.11 are those of other libraries' classes, too.
-    is_torch = is_native(state["schema"]) and library == "torch" and _is_of_today(state)
+    is_of_today = all("maximize" in group["hyperparameters"] for group in state["groups"])
+    is_torch = is_native(state["schema"]) and library == "torch" and is_of_today
     return name if is_torch and name in _BY_NAME else ""
-
-
-def _is_of_today(state: State) -> bool:
-    """Tells whether all groups have an option that every class of PyTorch has since 1.11, and few others have."""
-    return all("maximize" in group["hyperparameters"] for group in state["groups"])
 
 
 def _is_plain_adam(state: State) -> bool:
@@ -867,7 +863,7 @@ def _late_schedule(rates: RatesOf, record: str) -> list[str]:
 
 def _several_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a file with several optimizers, each with groups of its own."""
-    sides, keys = _sides(state, saved), _optimizer_keys(saved)
+    sides, keys, rates = _sides(state, saved), _optimizer_keys(saved), saved.rates(state)
     modules, making, schedules = _made_lines(state, saved, sides)
     keys = keys if len(keys) == len(sides) else [f'["optimizers"][{i}]' for i in range(len(sides))]
     records = ", ".join(f"checkpoint{subscripts(place)}" for place in schedules)
@@ -886,17 +882,14 @@ def _several_lines(state: State, saved: SavedRun) -> list[str]:
         *making,
         f"for optimizer, state in zip(optimizers, [{', '.join(f'checkpoint{key}' for key in keys)}]):",
         "    optimizer.load_state_dict(state)",
-        *(loading if schedules else _late_lines(saved.rates(state), sides)),
+        *(loading if schedules else rates.torch_lines_of_each(sides) or rates.comment()),
     ]
 
 
 def _made_lines(
     state: State, saved: SavedRun, sides: Sequence[Sequence[int]]
 ) -> tuple[list[str], list[str], Sequence[str]]:
-    """Returns the imports of several optimizers, the lines that make them, and the places of their schedules' states.
-
-    Schedules are made before states are loaded: making them sets the rates.
-    """
+    """Returns the imports of several optimizers, the lines that make them, and where their schedules' states lie."""
     modules, calls = ["import torch"], list[str]()
     for numbers in sides:
         kind = kind_of(state, state["groups"][numbers[0]])
@@ -918,11 +911,6 @@ def _made_in_folder(
     modules, making, schedules = _made_lines(state, saved, sides)
     groups = [*_manifest_in_folder(saved), *_group_lines(state, saved)]
     return [*_group_imports(state, saved, "import pathlib"), *modules, *model, *groups, *making], schedules
-
-
-def _late_lines(rates: RatesOf, sides: Sequence[Sequence[int]]) -> list[str]:
-    """Returns the lines of schedules whose states no file has."""
-    return rates.torch_lines_of_each(sides) or rates.comment()
 
 
 def _sides(state: State, saved: SavedRun) -> list[list[int]]:
