@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -582,3 +584,26 @@ def test_who_keeps_a_files_time_while_it_is_sealed_is_noticed(tmp_path: Path) ->
     with pytest.raises(StatekitError):
         seal(file, on_progress=touched)
     assert not list(tmp_path.glob("statekit.*"))
+
+
+@pytest.mark.parametrize("moment", ["make_temporary", "sync_folder"])
+def test_what_is_written_over_while_its_manifest_is_made_is_never_called_damaged(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: a trainer's last.ckpt was called damaged for good, as the manifest of the save before was younger."""
+    file = copied(RUN, tmp_path / "last.pt")
+    other = GOLDEN / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
+    before = getattr(durable, moment)
+    over = []
+
+    def written(path: Path) -> object:
+        if not over and (moment == "make_temporary" or path == tmp_path):
+            over.append(shutil.copyfile(other, file))
+            time.sleep(0.02)
+        return before(path)
+
+    monkeypatch.setattr(durable, moment, written)
+    with suppress(CorruptError):
+        seal(file)
+    monkeypatch.undo()
+    assert over and seal(file).checkpoints[0].done in ("sealed", "renewed")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -168,19 +168,24 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
             tensors = _tensor_entries(checkpoint, tell)
             files = digested(read)
 
-        def check() -> None:
+        def check(new: Path | None = None) -> None:
             if _facts(paths) != before:
                 raise CorruptError(
                     "The checkpoint was written to while it was sealed.",
                     place=checkpoint.path,
                     remedy="seal it when no program writes to it",
                 )
+            if new is not None:  # whoever writes to it from now on does so later than the manifest says
+                with suppress(OSError):
+                    os.utime(new, ns=(max(times), max(times)))
 
+        times = [time for _, time, *_ in before.values()]
         check()
         names = [relative(fault.path, target.parent) for fault in changed]
         manifest = _manifest(checkpoint, target, tensors, files, names)
         text = to_text(manifest).encode("ascii")
-        replace_file(target, text, permissions(map(Path, paths)), check if target.name == FILE else None)
+        above = target.parent if target.name == FILE else None
+        replace_file(target, text, permissions(map(Path, paths)), check, above)
         return _report(checkpoint, target, "sealed" if proof is None else "renewed", manifest, names)
 
 

@@ -293,7 +293,11 @@ def _named_as_beside(folder: Path) -> Iterator[None]:
 
 
 def replace_file(
-    target: Path, content: bytes, mode: int = 0o666, check: Callable[[], object] | None = None
+    target: Path,
+    content: bytes,
+    mode: int = 0o666,
+    check: Callable[[Path], object] | None = None,
+    place: Path | None = None,
 ) -> None:
     """Writes a small file beside its place, syncs it, and gives it its name in one step, in place of a file there.
 
@@ -303,24 +307,23 @@ def replace_file(
         target: Its place.
         content: Its bytes.
         mode: Permissions that it may have at most.
-        check: Of a file in a folder that another program may remove meanwhile: raises where it has. The file is then
-            written beside that folder if it can be, so that whoever removes the folder meets nothing of ours in it.
+        check: Given the new file just before it gets its name; raises where it mustn't.
+        place: Beside what it is written first, if it can be: beside a folder that another program may remove meanwhile,
+            which meets nothing of ours in it then.
 
     Raises:
         TargetExistsError: Something else than a file is there.
         CommitError: It can't be written; what was there still is.
     """
     check_regular(target)
-    if check is not None:
-        try:
-            return _replace(target, target.parent, content, mode, check)
-        except CommitError:  # another disk, or a folder where others write
-            check()
+    if place is not None:
+        with suppress(CommitError):  # another disk, or a folder where others write
+            return _replace(target, place, content, mode, check)
     _replace(target, target, content, mode, check)
 
 
 def _replace(
-    target: Path, place: Path, content: bytes, mode: int, check: Callable[[], object] | None
+    target: Path, place: Path, content: bytes, mode: int, check: Callable[[Path], object] | None
 ) -> None:
     """Writes a file beside some place, and gives it its name."""
     for folder in {target.parent, place.parent}:
@@ -331,7 +334,7 @@ def _replace(
             output.write(content)
         set_mode(new, stat.S_IMODE(new.stat().st_mode) & mode)
         if check is not None:
-            check()
+            check(new)
         os.replace(new, target)
         sync_folder(target.parent)
 
