@@ -594,11 +594,12 @@ def test_what_is_written_over_while_its_manifest_is_made_is_never_called_damaged
     file = copied(RUN, tmp_path / "last.pt")
     other = GOLDEN / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
     before = getattr(durable, moment)
-    over = []
+    over = list[Path]()
 
     def written(path: Path) -> object:
         if not over and (moment == "make_temporary" or path == tmp_path):
-            over.append(shutil.copyfile(other, file))
+            shutil.copyfile(other, file)
+            over.append(path)
             time.sleep(0.02)
         return before(path)
 

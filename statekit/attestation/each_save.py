@@ -140,9 +140,10 @@ def _remove_outdated(path: Path) -> None:
         manifest = path / FILE if is_folder else beside(path)
         if not manifest.is_file() or manifest.is_symlink():
             return
-        newest = max(file.stat().st_mtime_ns for file in (path.iterdir() if is_folder else (path,)))
-        with Files() as files:
-            is_ours = FORMAT.encode() in files.source(manifest).read(0, 64).tobytes()
+        files = path.iterdir() if is_folder else [path]
+        newest = max(file.stat().st_mtime_ns for file in files if file.is_file())
+        with Files() as opened:
+            is_ours = FORMAT.encode() in opened.source(manifest).read(0, 64).tobytes()
         if is_ours and manifest.stat().st_mtime_ns < newest:
             manifest.unlink()
 
