@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -317,3 +318,14 @@ def test_a_recorded_folder_of_each_optimizer_is_read_as_its_distributed_twin(
     with statekit.open(RECORDED / name / "checkpoint/torch_dist") as opened:
         new = values(opened.state)
     assert old.keys() == new.keys() and all(np.array_equal(old[key], new[key]) for key in new)
+
+
+def test_a_slot_that_one_rank_alone_has_is_refused(tmp_path: Path) -> None:
+    """Seen red: a KeyError of ours."""
+    shutil.copytree(Path(__file__).parent / "cases" / "megatron_gpt" / "legacy", tmp_path / "run")
+    file = sorted((tmp_path / "run").rglob("distrib_optim.pt"))[-1]
+    saved = torch.load(file, weights_only=False)
+    del saved[0][torch.float32, torch.float32]["param"]
+    torch.save(saved, file)
+    with pytest.raises(CorruptError, match="Ranks hold different slots"):
+        statekit.plan(tmp_path / "run", tmp_path / "next", to="statekit")

@@ -1362,3 +1362,16 @@ def test_names_that_a_wrapper_or_a_part_gave_do_not_stop_a_run(form: str, tmp_pa
     torch.save({"model": saved.state_dict(), "optimizer": saved_optimizer}, tmp_path / "run.pt")
     with pytest.raises(StateError, match="isn't in the model part"), statekit.open(tmp_path / "run.pt"):
         pass
+
+
+def test_names_that_tensorflow_takes_for_one_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: a KeyError of ours, as what was written was read again."""
+    model = torch.nn.ParameterDict({"a:0": torch.nn.Parameter(torch.ones(4, 3)), "a": torch.ones(4, 3)})
+    optimizer = saved_run(model)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    target = ["--to", "tf-bundle", "--layout", "tf2-statekit"]
+    assert "KeyError" not in refused(
+        ["convert", str(tmp_path / "run.pt"), str(tmp_path / "next"), *target], capsys
+    )

@@ -204,6 +204,13 @@ def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
     maps, offset, changes = _maps(asked), asked.step_offset, None
     if options:
         records = options.get("maps", ())
+        if len(records) > _MOST_MAPS:
+            raise UsageError(
+                "The target's manifest names more maps than a conversion takes.",
+                place=asked.target,
+                expected=f"at most {_MOST_MAPS}",
+                found=len(records),
+            )
         # maps that are said again replace all but renamings, which the manifest alone says
         maps = (*(_map_of(record) for record in records if not maps or "rename" in record), *maps)
         if offset == "keep":
@@ -236,6 +243,10 @@ def _maps(asked: Asked) -> tuple[StateMap, ...]:
     from statekit.maps.model_map import maps_of
 
     return maps_of(asked.map, dict(asked.config or {}), budget=asked.ref.job_budget())
+
+
+_MOST_MAPS = 64
+"""Maps that a manifest may name: each is read, and a renaming is a process."""
 
 
 class _MapRecord(TypedDict, total=False):

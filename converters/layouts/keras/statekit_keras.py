@@ -241,6 +241,8 @@ def _slots(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """Returns the slots of each parameter, and by its name each variable beside them that is no slot."""
     named_slots = {path: load_schema(kind[0]).slots for group, kind in owned for path in group.paths}
+    outside = Faults(("stands in no group", path) for path in named if path not in named_slots)
+    outside.check(StateError, "The variables make no state of their optimizer")
     slots = {path: {n: t for n, t in kept.items() if n in named_slots[path]} for path, kept in named.items()}
     other_slots = {
         f"{path}{SEPARATOR}{name}": tensor

@@ -20,7 +20,7 @@ from typing import Any
 from statekit.converters.layouts.megatron.buckets import WHERE, gathered_slots, with_groups
 from statekit.converters.layouts.megatron.groups import params_of_groups
 from statekit.converters.layouts.megatron.slices import is_gated, joined, key_of
-from statekit.errors import CorruptError, Faults, StateError
+from statekit.errors import CorruptError, Faults, StateError, some
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree
 
@@ -36,6 +36,12 @@ BUCKETS, _STATE = "buckets", "optimizer.state."
 def has_ranks(tree: Tree) -> bool:
     """Tells whether a tree is of files of the format `torch`, rank by rank."""
     return isinstance(tree, Mapping) and isinstance(tree.get(RANKS), Mapping)
+
+
+def _check_slots_alike(slots: Sequence[Mapping[str, Any]], place: object) -> None:
+    """Refuses ranks of which one has slots that another lacks."""
+    if apart := sorted({key for of_rank in slots for key in of_rank.keys() ^ slots[0].keys()}):
+        raise CorruptError("Ranks hold different slots.", place=place, found=some(apart))
 
 
 def without_ranks(
@@ -62,6 +68,7 @@ def without_ranks(
         key_of(name): joined(name, name, [model[name] for model in models], gated, place)
         for name in models[0]
     }
+    _check_slots_alike(slots, place)
     for key, (name, _) in slots[0].items():
         sharded[key_of(key)] = joined(key, name, [of_rank[key][1] for of_rank in slots], gated, place)
     optimizer, outer = _inner(ranks[0]["optimizer"]), ranks[0]["optimizer"]
