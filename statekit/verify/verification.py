@@ -205,12 +205,7 @@ def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
     if options:
         records = options.get("maps", ())
         if len(records) > _MOST_MAPS:
-            raise UsageError(
-                "The target's manifest names more maps than a conversion takes.",
-                place=asked.target,
-                expected=f"at most {_MOST_MAPS}",
-                found=len(records),
-            )
+            raise UsageError("The target's manifest names more maps than are read.", found=len(records))
         # maps that are said again replace all but renamings, which the manifest alone says
         maps = (*(_map_of(record) for record in records if not maps or "rename" in record), *maps)
         if offset == "keep":

@@ -162,13 +162,7 @@ def by_group(shapes: Shapes, part: Part) -> Shapes:
 def joined(
     parts: Sequence[Part], shapes: Shapes, stage: int, only: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Returns the optimizer's state by parameter, its float32 weight among it.
-
-    Args:
-        parts: What ranks hold.
-        shapes: The parameters of each group.
-        stage: ZeRO's.
-        only: The group that these ranks share, if there are others.
+    """Returns the optimizer's state by parameter, its float32 weight among it; of one group alone where one is given.
 
     Raises:
         CorruptError: What ranks hold doesn't make up the parameters, or is more than they are.

@@ -187,10 +187,8 @@ class Keras:
         with_config(tree, "keras.optimizers", kind, None, arguments(state, before, kind))
         unknown = kept.rate and rate_of(state) is None
         exactness = {RATE_PLACE: (Exactness.ROUNDING, NO_RATE)} if unknown else {}
-        kept_of_home = ("tree", "places", AROUND)
-        return Encoded(
-            with_loss_scale(tree, home), state.counts.updates, exactness, left_out(state, *kept_of_home)
-        )
+        tree, others = with_loss_scale(tree, home), left_out(state, "tree", "places", AROUND)
+        return Encoded(tree, state.counts.updates, exactness, others)
 
     def _encode_native(
         self, state: TrainState, home: Mapping[str, Any], arguments_given: Mapping[str, Any] | None = None
@@ -208,9 +206,8 @@ class Keras:
             tree[OPTIMIZER][INNER] = {VARIABLES: entries}
         if arguments_given is not None:
             with_config(tree, "keras.optimizers", kind, None, arguments_given)
-        return Encoded(
-            with_loss_scale(tree, home), state.counts.updates, {}, left_out(state, "tree", "places", AROUND)
-        )
+        tree, others = with_loss_scale(tree, home), left_out(state, "tree", "places", AROUND)
+        return Encoded(tree, state.counts.updates, {}, others)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         whole = saved.container == "keras"
