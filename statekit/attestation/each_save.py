@@ -82,11 +82,8 @@ class SealsEachSave:
     def begin(self, path: str | PathLike[str], problem: str | None = None) -> None:
         """Has a checkpoint sealed, and returns at once.
 
-        The manifest of an older save at the same place goes first: it would call the new one damaged.
-
-        Args:
-            path: The checkpoint.
-            problem: What is wrong with it already, if something is.
+        The manifest of an older save at the same place goes first: it would call the new one damaged. `problem` is what
+        is wrong with the save already.
         """
         path = Path(path)
         with suppress(OSError):  # the run may go on in another folder

@@ -524,8 +524,7 @@ def _model(
             raise CorruptError(
                 "Nothing says what ranks hold of a parameter, which ZeRO 3 cut.",
                 place=f"{name} in {place}",
-                expected="its shape in param_shapes or frozen_param_shapes, or its owner in shared_params",
-                found="a tensor without a value",
+                expected="it in param_shapes, frozen_param_shapes or shared_params",
             )
         else:
             weights[name] = tensor

@@ -78,7 +78,6 @@ def _check_folders(folder: Place, wanted: Mapping[str, Shape], findings: list[Fi
         raise CorruptError(
             "A universal checkpoint holds parameters that the model's file doesn't name.",
             place=folder,
-            expected="the parameters of param_shapes",
             found=some(unnamed),
             remedy="make it again of the run's checkpoint: ds_to_universal.py",
         )

@@ -211,10 +211,7 @@ def _concatenated(parts: Sequence[Part], shapes: _Numbered) -> Iterator[tuple[st
 
 
 _ALIGNMENT = 2
-"""A vector is filled up to a multiple of so many values for each rank.
-
-Source: deepspeedai/DeepSpeed deepspeed/utils/zero_to_fp32.py, `_zero2_merge_trainable_params`.
-"""
+"""A vector is filled up to a multiple of so many values for each rank: zero_to_fp32.py, `zero2_align`."""
 
 
 def _check_all_taken(

@@ -250,10 +250,7 @@ def _shapes_apart(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
 
 VARIANT = "keras"
 AROUND = "around"
-"""Key of the home: the variables that a loss scale of Keras 3 has before those of the optimizer inside, and its record.
-
-A model of mixed precision puts one around its optimizer by itself, and passes over a file without its variables.
-"""
+"""Key of the home: a loss scale's variables and record; models of mixed precision take no file without them."""
 HOME = "keras"
 """Key in `extra` of what a file of Keras holds besides."""
 HOMES = {

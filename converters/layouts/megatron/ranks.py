@@ -39,7 +39,6 @@ def has_ranks(tree: Tree) -> bool:
 
 
 def _check_slots_alike(slots: Sequence[Mapping[str, Any]], place: object) -> None:
-    """Refuses ranks of which one has slots that another lacks."""
     if apart := sorted({key for of_rank in slots for key in of_rank.keys() ^ slots[0].keys()}):
         raise CorruptError("Ranks hold different slots.", place=place, found=some(apart))
 
