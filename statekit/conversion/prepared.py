@@ -588,7 +588,7 @@ def _with_schedule_step(
 
 def _record_goes_along(state: TrainState, encoded: Encoded) -> bool:
     """Tells whether a schedule has a record of its own, which the target holds."""
-    records = [schedule.place for schedule in run_of(state.extra).schedules if schedule.at is not None]
+    records = [schedule.place for schedule in run_of(state.extra).schedules if schedule.has_record]
     return any(not _is_lost(record, encoded.dropped) for record in records)
 
 

@@ -90,6 +90,11 @@ class Schedule:
         """
         return bool(self.parameters.get("cycle_momentum"))
 
+    @property
+    def has_record(self) -> bool:
+        """Whether its own record says where it is: its step, or the boundary that it passed last."""
+        return self.at is not None or "count" in self.parameters
+
     def moves(self, number: int) -> bool:
         """Tells whether it moves a group, by its number."""
         return not self.groups or number in self.groups
@@ -504,9 +509,8 @@ def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | 
     if isinstance(node, Record) and node.name.startswith(_MXNET):
         record = node.state if isinstance(node.state, Mapping) else {}
         kind = node.name.rpartition(".")[2]
-        return Schedule(
-            kind, dict(record), _count(record, "count", "cur_step_ind"), name, (mxnet_rates(kind, record),)
-        )
+        # It is given the updates done, and counts none: its `count` is the boundary that it passed last.
+        return Schedule(kind, dict(record), None, name, (mxnet_rates(kind, record),))
     if isinstance(node, Mapping) and node.keys() >= _OF_MEGATRON:
         given = {key: value for key, value in node.items() if key != "num_steps"}
         does = megatron_rates(node, around.iterations, around.program)

@@ -402,15 +402,13 @@ def _at_schedule(state: TrainState, asked: StepOffset, done: list[Change]) -> Tr
     stored = [
         schedule
         for schedule in run_of(state.extra).schedules
-        if schedule.at is not None and schedule.place != f"extra/{CALLED}"
+        if schedule.has_record and schedule.place != f"extra/{CALLED}"
     ]
     if stored:
         raise UsageError(
             "The checkpoint holds the schedule's own record, which counts its step in the system's own way.",
             place=option("schedule_step"),
-            found=", ".join(
-                f"{schedule.kind or 'a schedule'} at {schedule.at} ({schedule.place})" for schedule in stored
-            ),
+            found=", ".join(f"{schedule.kind or 'a schedule'} ({schedule.place})" for schedule in stored),
             expected="keep",
             remedy="begin the schedule anew in the program, without loading its record",
         )
