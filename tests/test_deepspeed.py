@@ -455,6 +455,17 @@ def test_what_ranks_hold_of_a_parameter_without_a_shape_is_not_lost(name: str, t
         DEEPSPEED.open(run)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_modules_keep_beside_is_no_parameter(stage: int, tmp_path: Path) -> None:
+    """Seen red: Transformer Engine's empty states were parameters that ZeRO 3 had cut, and refused."""
+    run = write(Made(some_groups(*SHAPES), 2, stage), tmp_path / "run")
+    empty = {f"{place}_extra_state": torch.empty(0, dtype=torch.uint8) for place in ("", "encoder.")}
+    rewritten("*model*", lambda document: document["module"].update(empty))(run)
+    with open_state(run) as opened:
+        assert len(opened.state.optimizer.group_of) == sum(map(len, SHAPES))
+        assert not opened.checkpoint.findings
+
+
 def test_a_universal_parameter_without_a_shape_is_not_lost(tmp_path: Path) -> None:
     """Seen red: its folder was odd, and passed over."""
     run = GOLDEN / "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint"

@@ -391,9 +391,17 @@ def _numbered(
 
 
 def _parameter_names(first: Mapping[str, Any]) -> list[str]:
-    """Returns the names of a module's parameters in its order: without buffers and tied names."""
-    shared, buffers = first.get(_SHARED) or {}, {*(first.get("buffer_names") or ())}
-    return [name for name in first["module"] if name not in shared and name not in buffers]
+    """Returns the names of a module's parameters in its order: without buffers, tied names and what is kept beside."""
+    others = {*(first.get(_SHARED) or {}), *(first.get("buffer_names") or ())}
+    return [name for name in first["module"] if name not in others and not _is_extra(name)]
+
+
+def _is_extra(name: str) -> bool:
+    """Tells whether it is what a module keeps beside its parameters and buffers, of any form.
+
+    Source: pytorch/pytorch torch/nn/modules/module.py, `_EXTRA_STATE_KEY_SUFFIX`.
+    """
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _engine_state(first: Mapping[str, Any]) -> dict[str, Any]:
@@ -509,7 +517,7 @@ def _model(
 ) -> dict[str, Tree]:
     """Returns the model's tensors; those that ranks hold in parts are put together."""
     first = models[0]
-    buffers = {*_buffer_names(first, place)}
+    others = {*_buffer_names(first, place), *filter(_is_extra, first["module"])}
     shape_of = {name: shape for group in shapes for name, shape in group.items()}
     frozen = first.get("frozen_param_shapes") or {}
     shared = first.get(_SHARED) or {}
@@ -520,7 +528,7 @@ def _model(
             weights[name] = _weight(tensor, state[owner][MASTER], shape_of[owner], f"{name} in {place}")
         elif owner in frozen and tensor.shape == (0,):
             weights[name] = _frozen(models, owner, _shape(frozen[owner], place), place)
-        elif stage == 3 and tensor.shape == (0,) and name not in buffers:
+        elif stage == 3 and tensor.shape == (0,) and name not in others:
             raise CorruptError(
                 "Nothing says what ranks hold of a parameter, which ZeRO 3 cut.",
                 place=f"{name} in {place}",
