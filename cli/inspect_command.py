@@ -149,13 +149,10 @@ def _optimizer_lines(inspection: Inspection, optimizer: Optimizer, counts: Count
     """Yields which optimizers ran, where the run stands, and the hyperparameters of each group by their source."""
     kinds = [f"{schema}, variant {variant or 'unknown'}" for schema, variant in optimizer.kinds]
     yield "optimizer", " and ".join(kinds)
-    steps = {schedule.at for schedule in inspection.run.schedules if schedule.at is not None}
-    step = steps.pop() if len(steps) == 1 and counts.schedule == counts.updates else counts.schedule
-    schedule = f"a learning-rate schedule goes on at its step {step}"
     if counts.done is None:
         yield "step", "unknown: neither the optimizer nor its files count updates"
     else:
-        yield "step", f"{plural(counts.done, 'update')} done; {schedule}"
+        yield "step", f"{plural(counts.done, 'update')} done; {_going_on(inspection, counts)}"
     yield from _other_steps(inspection)
     for i, group in enumerate(optimizer.groups):
         schema = f", {group.schema}" if group.schema else ""
@@ -165,6 +162,15 @@ def _optimizer_lines(inspection: Inspection, optimizer: Optimizer, counts: Count
                 yield f"  {source}", ", ".join(values)
         if unknown := unknown_hyperparameters(optimizer, group):
             yield "  unknown", ", ".join(unknown)
+
+
+def _going_on(inspection: Inspection, counts: Counts) -> str:
+    """Says where the run's schedules go on: as their own states have it, unless the run's step was changed."""
+    steps = {schedule.at for schedule in inspection.run.schedules if schedule.at is not None}
+    steps = steps if steps and counts.schedule == counts.updates else {counts.schedule}
+    if len(steps) > 1:
+        return f"learning-rate schedules go on at their steps {', '.join(map(str, sorted(steps)))}"
+    return f"a learning-rate schedule goes on at its step {steps.pop()}"
 
 
 def _proven_by(inspection: Inspection) -> str:

@@ -12,7 +12,7 @@ from statekit.conversion.belonging import contents_without_optimizer, on_trust
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import Report
 from statekit.conversion.plan import Plan, PlannedTensor, Side
-from statekit.conversion.resume import next_update
+from statekit.conversion.resume import next_update, schedule_steps
 from statekit.conversion.rule_change import Difference
 from statekit.errors import plural, size, some
 from statekit.state.run import Schedule
@@ -255,16 +255,17 @@ def _sources(expression: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from (p for p in parts if isinstance(p, Mapping) and "op" in p)
 
 
-def _schedule_of(number: int, at: int | None, schedules: Sequence[Schedule]) -> str:
-    """Says which schedule goes on at a step in a group, by its number."""
-    if at is None:
+def _schedule_of(number: int, row: Mapping[str, Any], schedules: Sequence[Schedule]) -> str:
+    """Says which schedules go on in a group, by its number, and at which steps."""
+    if (at := row["schedule"]) is None:
         return "where a schedule of it goes on, the program must say"
     if not schedules:
         return f"a schedule of it, if the run has one, goes on at step {at}"
-    moving = dict.fromkeys(
-        schedule.kind or "its schedule" for schedule in schedules if schedule.moves(number)
-    )
-    return f"{' or '.join(moving)} goes on at step {at}" if moving else "no schedule moves it"
+    steps = schedule_steps(number, row, schedules)
+    moving = " or ".join(dict.fromkeys(kind for kind, _ in steps))
+    if len({step for _, step in steps}) > 1:
+        return " and ".join(f"{kind} goes on at step {step}" for kind, step in steps)
+    return f"{moving} goes on at step {at}" if moving else "no schedule moves it"
 
 
 def show_measured(stdout: Screen, rows: Sequence[Mapping[str, Any]], schedules: Sequence[Schedule]) -> None:
@@ -291,7 +292,7 @@ def show_measured(stdout: Screen, rows: Sequence[Mapping[str, Any]], schedules: 
             str(row["parameters"]),
             _counted(row["update"], 1),
             f"{rate:g}" if isinstance(rate, float) else "the one you give",
-            _schedule_at(i, row["schedule"], schedules),
+            _schedule_at(i, row, schedules),
             "not known" if row["unknown"] else "none" if decay is None else f"{decay:.6g}",
             _counted(row["counted"]),
             str(row.get("step_offset") or 0),
@@ -329,9 +330,9 @@ def _counted(number: int | None, ahead: int = 0) -> str:
     return "not counted" if number is None else str(number + ahead)
 
 
-def _schedule_at(number: int, at: int | None, schedules: Sequence[Schedule]) -> str:
-    moved = not schedules or any(schedule.moves(number) for schedule in schedules)
-    return f"{at}" if moved else "-"
+def _schedule_at(number: int, row: Mapping[str, Any], schedules: Sequence[Schedule]) -> str:
+    steps = dict.fromkeys(f"{step}" for _, step in schedule_steps(number, row, schedules))
+    return " and ".join(steps) or ("-" if schedules else f"{row['schedule']}")
 
 
 def show_next(stdout: Screen, state: Mapping[str, Any], schedules: Sequence[Schedule]) -> None:
@@ -355,7 +356,7 @@ def _next_lines(state: Mapping[str, Any], schedules: Sequence[Schedule]) -> Iter
             if group["update"] is None
             else f"update {group['update'] + 1} ({group['update']} done)",
             f"learning rate {rate:g}" if isinstance(rate, float) else "the learning rate you give",
-            _schedule_of(i, group["schedule"], schedules),
+            _schedule_of(i, group, schedules),
         ]
         if group.get("decay") is not None:
             parts.append(f"second-moment decay {group['decay']:.6g} (step_offset {group['step_offset']})")

@@ -383,20 +383,36 @@ def test_a_schedule_of_mmengine_is_named_though_its_rates_are_not_read() -> None
     assert schedule.kind is None and "MMEngine" in str(schedule.of_group(0))
 
 
+def of_epochs(name: str, optimizer: torch.optim.Optimizer) -> list[tuple[Any, int]]:
+    """Returns schedules, and how many updates each of their steps has."""
+    by_epoch = torch_schedules.StepLR(optimizer, 2)
+    if name == "one":
+        return [(by_epoch, 3)]
+    other = torch_schedules.LinearLR(optimizer)
+    if name == "chained":
+        return [(torch_schedules.ChainedScheduler([other, by_epoch]), 3)]
+    return [(by_epoch, 3), (other, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("one", ["2"]), ("chained", ["2"]), ("beside one of updates", ["2", "6"])]
+)
 def test_a_schedule_of_epochs_goes_on_where_it_stands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Seen red: "goes on at step 6", the optimizer's count, though it had made 2 steps."""
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch_schedules.StepLR(optimizer, 2)
+    schedulers = of_epochs(name, optimizer)
     for update in range(6):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-        if update % 3 == 2:
-            scheduler.step()
+        for scheduler, length in schedulers:
+            if (update + 1) % length == 0:
+                scheduler.step()
+    states = [scheduler.state_dict() for scheduler, _ in schedulers]
     parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({**parts, "scheduler": scheduler.state_dict()}, tmp_path / "run.pt")
+    torch.save({**parts, "lr_schedulers": states}, tmp_path / "run.pt")
     for verb in (
         ["convert", str(tmp_path / "run.pt"), str(tmp_path / "next.pt")],
         ["inspect", str(tmp_path / "run.pt")],
@@ -404,4 +420,5 @@ def test_a_schedule_of_epochs_goes_on_where_it_stands(
     ):
         assert main(verb) == 0
         shown = " ".join(capsys.readouterr().out.split())
-        assert re.findall(r"goes on at (?:its )?step (\d+)", shown) == ["2"], verb
+        phrases = re.findall(r"goe?s? on at (?:its |their )?steps? ([0-9, ]+)", shown)
+        assert re.findall(r"[0-9]+", " ".join(phrases)) == expected, verb

@@ -272,23 +272,40 @@ def next_update(state: State, schedules: Sequence[Schedule] = ()) -> list[dict[s
             if schedules
             else stored_rate(hyperparameters),
             "update": counts["updates"] if is_counted else None,
-            "schedule": _schedule_step(number, counts, schedules) if is_counted else None,
+            "schedule": None,
         }
         if kind["schema"] == "adafactor":
             row["step_offset"] = hyperparameters.get("step_offset")
             row["decay"] = _decay(kind["variant"], counts["updates"], hyperparameters)
+        if is_counted:
+            row["schedule"] = counts["schedule"]
+            steps = {step for _, step in schedule_steps(number, row, schedules)}
+            row["schedule"] = steps.pop() if len(steps) == 1 else counts["schedule"]
         rows.append(row)
     return rows
 
 
-def _schedule_step(number: int, counts: Mapping[str, Any], schedules: Sequence[Schedule]) -> int:
-    """Returns where a group's schedule goes on: as its own state has it, unless the run's step was changed.
+def schedule_steps(
+    number: int, row: Mapping[str, Any], schedules: Sequence[Schedule]
+) -> dict[tuple[str, int], None]:
+    """Returns where each schedule of a group goes on: as its own state has it, unless the run's step was changed.
 
     A schedule that is stepped once an epoch stands far behind the updates.
+
+    Args:
+        number: The group's.
+        row: What its next update will use, as `next_update` has it.
+        schedules: The run's.
+
+    Returns:
+        The class and the step of each that moves the group, in their order.
     """
-    step: int = counts["schedule"]
-    steps = (schedule.at for schedule in schedules if schedule.moves(number) and schedule.at is not None)
-    return next(steps, step) if step == counts["updates"] else step
+    step, is_same = row["schedule"], row["schedule"] == row["update"]
+    moving = [schedule for schedule in schedules if schedule.moves(number)]
+    return dict.fromkeys(
+        (schedule.kind or "its schedule", schedule.at if is_same and schedule.at is not None else step)
+        for schedule in moving
+    )
 
 
 def _decay(variant: str | None, updates: int, hyperparameters: Mapping[str, Any]) -> float | None:

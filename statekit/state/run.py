@@ -521,7 +521,7 @@ def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | 
     given = {key: value for key, value in node.items() if key not in _PLACE_IN_TIME}
     last = node.get("_last_lr")
     rates_then = tuple(last) if isinstance(last, (list, tuple)) else ()
-    schedule = Schedule(torch_class, given, _count(node, "last_epoch", "batch"), name, last=rates_then)
+    schedule = Schedule(torch_class, given, _step(node), name, last=rates_then)
     rates = tuple(_torch_rates(schedule, node, around))
     return schedule.following(rates) if torch_class == "LambdaLR" else replace(schedule, rates=rates)
 
@@ -537,6 +537,14 @@ def _torch_rates(schedule: Schedule, state: Mapping[Any, Any], around: _Around) 
 def _count(node: Mapping[Any, Any], *keys: str) -> int | None:
     """Returns the first whole number that lies under one of some keys."""
     return next((node[key] for key in keys if type(node.get(key)) is int), None)
+
+
+def _step(node: Mapping[Any, Any]) -> int | None:
+    """Returns the step of a schedule of PyTorch; a chained one keeps none, but its parts step as one."""
+    parts = node.get("_schedulers")
+    rows = [node, *(parts if isinstance(parts, (list, tuple)) else ())]
+    steps = (_count(row, "last_epoch", "batch") for row in rows if isinstance(row, Mapping))
+    return next((step for step in steps if step is not None), None)
 
 
 def _is_scheduler(node: Mapping[Any, Any], name: str) -> bool:
