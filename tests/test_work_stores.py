@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +22,10 @@ from statekit.errors import CommitError, CorruptError, StatekitError, TargetExis
 from statekit.files.claims import claim_target
 from statekit.files.objects import Objects
 from statekit.files.source import checkpoint_place
-from statekit.files.store_home import StoreHome, bucket_of
+from statekit.files.stage import Stage
+from statekit.files.store_home import StoreHome, _Held, bucket_of
 from statekit.files.tree import WORK, StoredPlace
-from statekit.scale import running
+from statekit.scale import parts, running
 from statekit.scale.brought import packed
 from statekit.scale.engine import carry_out
 from statekit.scale.work import Work, split
@@ -359,3 +360,156 @@ def test_a_part_in_many_requests_is_one_object(store: Served, monkeypatch: pytes
         work.finish()
     assert statekit.check("s3://bucket/there").passed and not store.parts
     assert any("uploadId" in request for request in store.requests)
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch, store: Served) -> Callable[[str, float], Plan]:
+    """Gives plans of large tensors, whose objects go in parts."""
+    monkeypatch.setattr("statekit.files.objects.PART_BYTES", 2**18)
+
+    def of(name: str, value: float) -> Plan:
+        values = {f"layer.{i}.weight": np.full(2**18, i + value, np.float32) for i in range(2)}
+        store.files[f"{name}/model.safetensors"] = save(values, {"format": "pt"})
+        return statekit.plan(f"s3://bucket/{name}", "s3://bucket/there", to="safetensors", require="lossy")
+
+    return of
+
+
+def test_an_upload_that_ends_late_changes_no_target_of_another_work(
+    in_parts: Callable[[str, float], Plan], store: Served
+) -> None:
+    """A worker of a work that was given up, on a machine that stood still. Seen red: the target had its values."""
+    with split(in_parts("first", 0), "s3://bucket/there.work", 2**20) as late:
+        send_tail = _Held.send_tail
+
+        def standing_still(output: _Held) -> None:
+            with pytest.MonkeyPatch.context() as once:
+                once.setattr(_Held, "send_tail", send_tail)
+                late.drop()
+                with split(in_parts("second", 100), "s3://bucket/there.work", 2**20) as other:
+                    done(other)
+                    other.finish()
+            send_tail(output)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(_Held, "send_tail", standing_still)
+            with pytest.raises(CommitError, match="taken over"):
+                late.run(0)
+    assert statekit.check("s3://bucket/there").passed
+
+
+def test_a_large_file_takes_the_place_of_nobodys_object(
+    in_parts: Callable[[str, float], Plan], store: Served
+) -> None:
+    with split(in_parts("first", 0), "s3://bucket/there.work", 2**20) as work:
+        part = work.run(0)
+        name = f"there/{next(iter(part.files))}"
+        del store.files[name], store.marks[name]
+        store.files[name] = b"mine"
+        with pytest.raises(TargetExistsError):
+            work.run(0)
+        assert store.files[name] == b"mine"
+        del store.files[name]
+        done(work)
+        work.finish()
+    assert statekit.check("s3://bucket/there").passed
+
+
+@pytest.mark.parametrize("to", ["statekit", "orbax"])
+def test_names_above_the_target_that_end_like_an_attempts(to: str, store: Served) -> None:
+    """Trackers call runs so. Seen red: finish deleted its own work."""
+    target = f"gs://bucket/run-{'0123456789abcdef' * 2}/there"
+    with split(planned(to, target), f"{target}.work", CUT) as work:
+        done(work)
+        files = work.finish().files
+        assert work.finish().files == files and work.missing() == []
+        work.drop()
+    assert statekit.check(target).passed
+
+
+def test_an_attempt_that_fails_leaves_anothers_objects(work: Work, store: Served) -> None:
+    """Seen red: they were deleted, and the task that was done was missing."""
+    publish, failing = parts.publish, [True]
+
+    def beside_a_failing_one(*arguments: Any) -> Any:
+        if failing.pop() if failing else False:
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(
+                    Stage, "prove", lambda stage, reopen: _raise(CommitError("It cannot be read again."))
+                )
+                with pytest.raises(CommitError):
+                    running.run(work, 0)
+        return publish(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(running, "publish", beside_a_failing_one)
+        work.run(0)
+    assert 0 not in work.missing()
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def test_a_work_that_is_dropped_beside_its_workers_leaves_nothing(work: Work, store: Served) -> None:
+    """Seen red: the folder and the target's name could never be used again."""
+    prove = Stage.prove
+
+    def dropped(stage: Stage, reopen: Any) -> Any:
+        with Work("s3://bucket/there.work") as other:
+            other.drop()
+        return prove(stage, reopen)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Stage, "prove", dropped)
+        with pytest.raises(CommitError, match="taken over"):
+            work.run(0)
+    assert not below(store, "there/") and not below(store, "there.work/parts")
+    for name in [*store.files]:
+        assert name.startswith("there.work/attempts/"), name  # the note of why it failed
+        del store.files[name]
+    with split(planned(), "s3://bucket/there.work", CUT) as again:
+        done(again)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("statekit.files.store_home.check_held", lambda objects, claim: again.drop())
+            with pytest.raises(CommitError, match="taken over"):
+                again.finish()
+    assert not below(store, "there")
+
+
+def test_a_drop_that_was_killed_is_given_again(store: Served) -> None:
+    class Killed(BaseException):
+        pass
+
+    delete, kills = Objects.delete, 0
+    for count in range(20):
+        with split(planned(), "s3://bucket/there.work", CUT) as work:
+            work.run(0)
+        left = [count]
+
+        def dying(*arguments: Any, left: list[int] = left) -> list[str]:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return delete(*arguments)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Objects, "delete", dying)
+            try:
+                Work("s3://bucket/there.work").drop()
+            except Killed:
+                kills += 1
+            else:
+                break
+        Work("s3://bucket/there.work").drop()
+        assert not store.files
+    assert kills > 3
+
+
+def test_objects_of_another_state_are_read_once(work: Work, store: Served) -> None:
+    done(work)
+    store.tag = '"another"'
+    assert work.missing() == []
+    before = len(store.requests)
+    assert work.missing() == [] and work.status().missing == []
+    assert not [request for request in store.requests[before:] if request.startswith("GET /bucket/there/")]

@@ -70,12 +70,24 @@ class Objects:
             AlreadyExistsError
         ):  # perhaps by our own request, whose answer got lost, so that it was sent again
             if self.read(name, len(data)) != data:
-                raise TargetExistsError(
-                    "The target came into being meanwhile.",
-                    place=f"{self.place}/{name}",
-                    remedy="choose another name",
-                ) from None
+                raise self._came_into_being(name) from None
         return self.facts(name)
+
+    def check_ours(self, name: str) -> None:
+        """Makes sure that there is no object of a name but our own.
+
+        Raises:
+            TargetExistsError: There is one.
+        """
+        if not self.is_of(name, (self.mark,)):
+            raise self._came_into_being(name)
+
+    def _came_into_being(self, name: str) -> TargetExistsError:
+        return TargetExistsError(
+            "The target came into being meanwhile.",
+            place=f"{self.place}/{name}",
+            remedy="choose another name",
+        )
 
     def replace(self, name: str, data: bytes) -> None:
         """Puts a small object, over an earlier one too.
@@ -221,6 +233,11 @@ class Upload(io.RawIOBase):
             self._send(view)
         self._size += len(view)
         return len(view)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether it goes in parts: a store ends that under no condition."""
+        return self._sink is not None
 
     def finish(self) -> Facts:
         """Makes the object what was written, and returns what the store says of it.

@@ -11,17 +11,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from statekit.errors import CommitError, UsageError, some
+from statekit.errors import CommitError, StatekitError, UsageError, some
 from statekit.files.ahead import ReadAhead
 from statekit.files.claims import Claim, check_held, claimed, exists, ranks, work_of
 from statekit.files.durable import make_temporary, remove_temporary, sweep, writing
 from statekit.files.homes import Encode, Entries, TargetKind, check_name, check_space
-from statekit.files.manifest import FILE, Around, FindChecked, Unfinished, files_below, unfinished
+from statekit.files.manifest import FILE, Around, FindChecked, Unfinished, digest_by, files_below, unfinished
 from statekit.files.objects import Objects, Upload
+from statekit.files.source import Files
 from statekit.files.store import ListedTree, opened_store
 from statekit.files.tree import STORES, Facts, StoredPlace, address_of, not_written
 from statekit.tensors.tensor import BLOCK_BYTES
@@ -220,9 +221,24 @@ class StoreHome:
             raise CommitError("Two tasks wrote one file.", place=self.target, found=facts.name)
         self.stored[facts.name] = facts
 
+    def wrong(self) -> list[str]:
+        """Returns the names in the bucket of what the store has with other bytes than were sent."""
+        wrong = []
+        for name, digest in self._digests.items():
+            with (
+                suppress(StatekitError),
+                Files() as files,
+            ):  # what doesn't come, or was put again, isn't known
+                file = files.source(self.path / name.removeprefix(f"{self._name}/"))
+                wrong += [name] if digest_by(None, file, {}) != digest else []
+        return wrong
+
     def _end(self, output: _Held) -> None:
         """Has an object be there, and notes what it is."""
         output.send_tail()
+        if output.is_in_parts:  # which ends under no condition of the store
+            check_held(self._objects, self._claim)
+            self._objects.check_ours(output.object)
         self.stored[output.object] = output.finish()
         self._digests[output.object] = output.digest
 

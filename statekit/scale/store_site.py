@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from statekit.errors import CommitError, CorruptError, NotFoundError, TargetExistsError
+from statekit.errors import CommitError, CorruptError, NotFoundError, StatekitError, TargetExistsError
 from statekit.files.claims import Claim, claim_target, claims_of, is_complete, release, taken_over
 from statekit.files.homes import Entries, Home
 from statekit.files.manifest import digest_by, inside
@@ -23,7 +23,7 @@ from statekit.files.store import state_of
 from statekit.files.store_home import StoreHome, bucket_of, scratch_folder
 from statekit.files.tree import Facts, Place, StoredPlace
 from statekit.scale.brought import packed, unpacked
-from statekit.scale.parts import PartFile, PartRecord, part_name
+from statekit.scale.parts import PartFile, PartRecord
 from statekit.scale.site import BROUGHT, DOCUMENT, FINISHED, JOINED, Site, left_behind
 
 _OF_ATTEMPT = re.compile("-[0-9a-f]{32}(/|$)")
@@ -40,7 +40,7 @@ class StoreSite:
         digest: The digest of the work's document.
         objects: The bucket; opened anew if None.
         listing: What the store has below both, by name in the bucket; asked for each time if None.
-        cache: Records that were read with a listing: their names -> identity and bytes.
+        cache: Records that were read with a listing, and digests of files: name in the bucket -> identity and bytes.
     """
 
     def __init__(
@@ -127,14 +127,7 @@ class StoreSite:
     @contextmanager
     def attempted(self, attempt: str, size: int) -> Iterator[Home]:
         with self._home(size, f"-{attempt.partition('-')[2]}") as home:
-            try:
-                yield home
-            except CommitError:
-                # Perhaps the store has other bytes, over which no attempt would write; a proven task keeps its own.
-                if not self.exists(part_name(int(attempt.partition("-")[0]))):
-                    names = [f"{self._target_name}/{name}" for name in home.names()]
-                    self._objects.delete(names, (self._mark,))
-                raise
+            yield home
 
     def proven(self, home: Home, files: Entries) -> dict[str, dict[str, Any]]:
         assert isinstance(home, StoreHome)  # as `attempted` gave it
@@ -153,20 +146,28 @@ class StoreSite:
         facts = self._facts(f"{self._target_name}/{name}")
         if facts is None:
             return "isn't there"
-        if facts.size == entry["bytes"] and state_of(facts.identity) != entry.get("identity"):
-            # Another attempt put it again, and some stores give equal bytes another identity then.
+        if facts.size == entry["bytes"] and state_of(facts.identity) == entry.get("identity"):
+            return ""
+        # Another attempt put it again, and some stores give equal bytes another identity then.
+        if facts.size == entry["bytes"] and self._cache.get(facts.name, ("", b""))[0] != facts.identity:
             with Files() as files:
                 digest = digest_by(None, files.source(checkpoint_place(f"{self._target}") / name), entry)
-            return "" if digest == entry["blake3"] else "was changed since"
-        return "" if facts.size == entry["bytes"] else "was changed since"
+            self._cache[facts.name] = facts.identity, digest.encode("ascii")
+        is_same = self._cache.get(facts.name, ("", b"")) == (facts.identity, entry["blake3"].encode("ascii"))
+        return "" if is_same and facts.size == entry["bytes"] else "was changed since"
 
     @contextmanager
     def joined(self, parts: Sequence[PartRecord], mode: int) -> Iterator[Home]:
         with self._home(0) as home:
             names = [f"{self._target_name}/{name}" for part in parts for name in part.files]
             # Attempts that don't count have put files whose names no other attempt has.
-            others = (self._listing or {}).keys() - {*names}
-            self._objects.delete(filter(_OF_ATTEMPT.search, others), (self._mark,))
+            top = f"{self._target_name}/"
+            others = [
+                name
+                for name in (self._listing or {}).keys() - {*names}
+                if name.startswith(top) and _OF_ATTEMPT.search(name.removeprefix(top))
+            ]
+            self._objects.delete(others, (self._mark,))
             for name in names:
                 facts = self._facts(name)
                 if facts is None:
@@ -188,7 +189,7 @@ class StoreSite:
             raise CorruptError(
                 "What joins the tasks' files was changed.",
                 place=self._place / JOINED,
-                remedy="delete it, and finish the work again",
+                remedy="drop the work (statekit work drop) and split it again",
             )
         home.put_held(files)
 
@@ -197,11 +198,13 @@ class StoreSite:
         self._release()
 
     def drop(self) -> None:
-        self.remove(DOCUMENT)  # nobody begins a task any more
-        if not self.exists(FINISHED) and not is_complete(self._objects, self._target_name):
+        if not self.is_over() and not is_complete(self._objects, self._target_name):
             self._objects.delete([*self._objects.below(self._target_name)], (self._mark,))
-        self._release()
-        if left := self._objects.delete([*self._objects.below(self._name)], (self._mark,)):
+        self._release()  # nobody begins a task any more
+        records = self._objects.below(self._name).keys() - {f"{self._name}/{DOCUMENT}"}
+        left = self._objects.delete(records, (self._mark,))
+        self.remove(DOCUMENT)  # last: without it nobody could go on with this
+        if left:
             raise left_behind(self._place, [name.removeprefix(f"{self._name}/") for name in left])
 
     def _facts(self, name: str) -> Facts | None:
@@ -229,4 +232,24 @@ class StoreSite:
         assert isinstance(self._target, StoredPlace)  # as `split` made sure
         with scratch_folder() as scratch:
             claim, joins = self._claim(), not attempt
-            yield StoreHome(self._objects, claim, self._target, "folder", scratch, size, attempt, joins)
+            home = StoreHome(self._objects, claim, self._target, "folder", scratch, size, attempt, joins)
+            try:
+                yield home
+                if not self.is_over():
+                    self._claim()
+            except StatekitError:
+                self._take_back(home)  # which says first that the work was given up
+                raise
+
+    def _take_back(self, home: StoreHome) -> None:
+        """Removes what was put for a work that was given up meanwhile, or what the store has with other bytes.
+
+        Another process of the work may have put the same objects, and may have finished it: what is right stays.
+        """
+        try:
+            self._claim()
+        except CommitError:
+            if not self.is_over() and not is_complete(self._objects, self._target_name):
+                self._objects.delete([*home.stored, *home.held], (self._mark,))
+            raise
+        self._objects.delete(home.wrong(), (self._mark,))
