@@ -50,7 +50,7 @@ class Served:
     Attributes:
         files: Bytes by name.
         marks: Metadata by name, for those that have it.
-        parts: Parts of uploads that aren't complete.
+        parts: Parts of uploads that aren't complete; `coming` has their metadata.
         fault: `short`, `long`, `flood`, `whole`, `denied`, `broken` or "": what a read gets; `unpinned`: of
             whichever state the file has. `endless`: each page of a listing announces another. `busy`,
             `lost`, `unconditional`, `other`: each write is first answered 503; is done, but the answer gets lost; is
@@ -70,6 +70,7 @@ class Served:
         self.files, self.fault = dict(files), ""
         self.marks: dict[str, str] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.coming: dict[str, str] = {}
         self.tag, self.port, self.is_over, self.flooded = "", 0, False, 0
         self.instead: dict[str, Callable[[Any], object]] = {}
         self.moments = ("2026-11-27T12:00:00.000Z", *2 * ("Fri, 27 Nov 2026 12:00:00 GMT",))
@@ -252,7 +253,7 @@ class _S3(_Handler):
         if "uploads" in query:
             upload = f"{name}-{len(served.parts)}"
             served.parts[upload] = {}
-            served.marks[name] = self.mark()
+            served.coming[upload] = self.mark()
             begun = f"<UploadId>{escape(upload)}</UploadId>"
             return 200, f"<InitiateMultipartUploadResult>{begun}</InitiateMultipartUploadResult>".encode(), {}
         if "partNumber" in query:
@@ -262,6 +263,7 @@ class _S3(_Handler):
             if upload not in served.parts:
                 return 404, b"<Error><Code>NoSuchUpload</Code></Error>", {}
             served.files[name] = b"".join(data for _, data in sorted(served.parts.pop(upload).items()))
+            served.marks[name] = served.coming.pop(upload)
             tag = f"<ETag>{escape(served.etag(name))}</ETag>"
             return 200, f"<CompleteMultipartUploadResult>{tag}</CompleteMultipartUploadResult>".encode(), {}
         is_new = (
