@@ -1375,3 +1375,28 @@ def test_names_that_tensorflow_takes_for_one_are_refused(
     assert "KeyError" not in refused(
         ["convert", str(tmp_path / "run.pt"), str(tmp_path / "next"), *target], capsys
     )
+
+
+def test_names_within_parts_that_contradict_the_models_order_are_refused(tmp_path: Path) -> None:
+    """Seen red: weight and bias of a norm got each other's slots."""
+    first, norm, last = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)
+    named = [
+        *first.named_parameters(),
+        ("bias", norm.bias),
+        ("weight", norm.weight),
+        *last.named_parameters(),
+    ]
+    optimizer = torch.optim.AdamW(named)
+    model = torch.nn.Sequential(first, norm, last)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    with pytest.raises(StateError, match="contradict the order"), statekit.open(tmp_path / "run.pt"):
+        pass
+    order = [
+        f"{at}.{name}"
+        for at, names in enumerate(("weight bias", "bias weight", "weight bias"))
+        for name in names.split()
+    ]
+    with statekit.open(tmp_path / "run.pt", param_names=order) as run:
+        assert np.array_equal(run.state.slots["1/bias"]["m"].read(), optimizer.state[norm.bias]["exp_avg"])

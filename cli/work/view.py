@@ -145,7 +145,10 @@ def show_split(stdout: Screen, work: Work) -> None:
     stdout.title("On any number of machines that see this folder:")
     stdout.say(f"statekit work run {work.place} --shard I/N", indent=2, fold=False)
     stdout.title("On SLURM:")
-    jobs = Slurm(work.place, work.missing())
-    stdout.say(shlex.join(jobs.array()), indent=2, fold=False)
+    try:
+        line = shlex.join(Slurm(work.place, work.missing()).array())
+    except UsageError as error:  # for whoever uses another scheduler, or shares
+        line = f"{error.subject} {error.remedy}"
+    stdout.say(line, indent=2, fold=False)
     stdout.title("When all tasks are done:")
     stdout.say(f"statekit work finish {work.place}", indent=2, fold=False)

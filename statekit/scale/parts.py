@@ -18,7 +18,7 @@ from statekit.tensors.typed import Finite, Name, Natural, typed
 _ATTEMPT = re.compile(r"\d{5,}-[0-9a-f]{32}")
 PARTS = "parts"
 FORMAT = "statekit-part"
-VERSION = 2
+VERSION = 3
 _BROKEN = "A part record can't be trusted"
 
 

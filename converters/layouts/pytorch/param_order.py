@@ -123,7 +123,9 @@ def found_order(
     statistics = set(running_statistics(model))
     model_shapes = {name: tensor.shape for name, tensor in apart(model).items() if name not in statistics}
     if given is None:
-        return _order_by_shapes(shapes, model_shapes, is_sorted, own_model or (), remedy)
+        order = _order_by_shapes(shapes, model_shapes, is_sorted, own_model or (), remedy)
+        _check_ends(order, groups, remedy)
+        return order
     names = _known(given, model)
     flat = [shape for group in shapes for shape in group]
     listed = len(names) == len(flat) and all(
@@ -354,6 +356,17 @@ def _are_of_parts(names: Sequence[str], model: Mapping[str, Any]) -> bool:
     """Tells whether names are those within parts of the model, from which nobody can tell the parts."""
     ends = {name[at + 1 :] for name in model for at, letter in enumerate(name) if letter == "."}
     return {*names} <= {*ends}
+
+
+def _check_ends(order: Order, groups: Sequence[Mapping[str, Any]], remedy: str) -> None:
+    """Refuses an order that names within parts of the model, which the groups have, contradict."""
+    pairs = zip(order.groups, groups, strict=True)
+    Faults(
+        (f"is {end} to its optimizer", name)
+        for names, group in pairs
+        for name, end in zip(names, group.get("param_names", names), strict=False)
+        if name != end and not name.endswith(f".{end}")
+    ).check(StateError, "The optimizer's own names contradict the order of its parameters", remedy=remedy)
 
 
 def _known(given: Sequence[str], model: Mapping[str, Any]) -> list[str]:
