@@ -814,6 +814,17 @@ def test_slurm_gets_an_array_of_what_is_missing(work: Work) -> None:
         Slurm(folder_of(work), range(2000)).array()
 
 
+def test_more_tasks_than_an_array_holds_are_split_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For shares, torchrun and processes. Seen red: half of the text, and exit code 2."""
+    monkeypatch.setattr("statekit.engines.slurm.MOST_IN_ARRAY", 2)
+    options = ["--to", "statekit", "--require", "lossy", "--task-bytes", f"{CUT}"]
+    assert main(["work", "split", f"{SOURCE}", f"{tmp_path / 'there'}", *options]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "more tasks than an array of SLURM holds" in shown and "work finish" in shown
+
+
 def test_a_place_without_a_work_is_said(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="This folder holds no work"):
         Work(tmp_path)
