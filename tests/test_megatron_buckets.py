@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from statekit.attestation.doctor import doctor
+from statekit.cli.main import main
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.megatron.buckets import with_groups, without_buckets
@@ -281,3 +282,19 @@ def test_the_iteration_that_the_tracker_names_is_opened(form: str, tmp_path: Pat
             assert opened.checkpoint.step == step
             odd = ["Megatron opens nothing" in remark.what for remark in opened.checkpoint.findings]
             assert sum(odd) == (text.strip() not in ("3", "9"))
+
+
+@pytest.mark.parametrize("form", ["legacy", "dp_reshardable"])
+def test_the_printed_line_loads_the_iteration_that_was_asked_for(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: Megatron-LM loaded the iteration that the run's tracker names, without a word."""
+    run = tmp_path / "run"
+    shutil.copytree(LEGACY.parents[1] / form, run)
+    shutil.copytree(run / "iter_0000003", run / "iter_0000009")
+    (run / "latest_checkpointed_iteration.txt").write_text("3")
+    for argv, step in (([], 3), (["--step", "9"], 9)):
+        assert main(["resume", str(run), *argv]) == 0
+        assert f" --ckpt-step {step}\n" in capsys.readouterr().out
+    assert main(["resume", str(run / "iter_0000009")]) == 0
+    assert " --ckpt-step 9\n" in capsys.readouterr().out

@@ -27,6 +27,8 @@ def megatron_lines(state: State, saved: SavedRun, flags: str) -> list[str]:
         legacy = any(name.startswith("mp_rank_") for name in saved.files)
         form = "torch" if legacy else "torch_dist"
         options = f"--load {shlex.quote(str(path.parent))} --ckpt-format {form}{flags}{schedule}"
+        number = path.name.removeprefix("iter_")  # Megatron-LM takes the one of the run's tracker without it
+        options += f" --ckpt-step {int(number)}" if number.isdecimal() else ""
         return [options, *_comments(saved)]
     is_numbered = any("layers/0/" in path for group in state["groups"] for path in group["paths"])
     layers = ', "non_homogeneous_layers": True' if is_numbered else ""
