@@ -402,7 +402,8 @@ def test_a_lion_whose_groups_have_no_epsilon_is_one(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 5)
     state = {i: {"exp_avg": torch.rand_like(param)} for i, param in enumerate(model.parameters())}
-    for options, variant in (({}, "Lion"), ({"eps": 1e-8}, None)):
+    flags = {"maximize": False, "foreach": None, "differentiable": False}
+    for options, variant in (({}, "Lion"), ({"eps": 1e-8}, None), ({"eps": 1e-8, **flags}, None)):
         groups = [{"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0, **options, "params": [0, 1]}]
         tree = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
         torch.save(tree, tmp_path / "run.pt")

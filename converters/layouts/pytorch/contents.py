@@ -295,7 +295,7 @@ def _has_lost(signature: Signature, slots: Collection[str], groups: Sequence[Map
     is_telling = signature.schema is not None and len(signature.options) + len(signature.fixed) >= _TELLING
     if signature.schema is None and signature.shaped:
         rare = {*signature.options} - _usual() - _OF_MANY
-        is_telling = bool(rare) or all(group.keys() >= _OF_TORCH for group in groups)
+        is_telling = bool(rare) or (STEP in slots and all(group.keys() >= _OF_TORCH for group in groups))
     is_part = bool(left) and left <= {*signature.slots, *signature.more} and not left >= {*signature.slots}
     return is_telling and is_part and signature.fits(signature.slots, groups)
 
