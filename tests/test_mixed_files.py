@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import statekit.torch
 from goldens import GOLDEN
+from statekit.attestation.doctor import doctor
 from statekit.cli.main import statekit as cli
 from statekit.conversion.convert import plan
 from statekit.conversion.inspection import inspect
@@ -283,6 +284,20 @@ def test_files_of_one_step_are_passed_without_a_word(name: str, tmp_path: Path) 
 def test_an_inspection_says_it_too(tmp_path: Path) -> None:
     place = mixed(hf_trainer, "scheduler.pt", tmp_path)
     assert any("the schedule stands at step 4" in finding.what for finding in inspect(place).findings)
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_a_schedule_of_epochs_is_no_file_of_another_step(length: int, tmp_path: Path) -> None:
+    """Seen red: doctor said "files" of each run of Accelerate whose schedule is stepped once an epoch."""
+    place = accelerate(tmp_path, 6)
+    _, optimizer, scheduler = run(6 // length)
+    saved = torch.load(place / "optimizer.bin")
+    saved["param_groups"] = optimizer.state_dict()["param_groups"]
+    torch.save(saved, place / "optimizer.bin")
+    torch.save(scheduler.state_dict(), place / "scheduler.bin")
+    (examined,) = doctor(place)
+    assert not examined.findings
+    assert any("stepped once an epoch" in note for note in examined.notes)
 
 
 def test_what_nothing_tells_is_named_until_a_manifest_does(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from statekit.files.checkpoint import REPLICAS, STEPS, Checkpoint, Finding, may_
 from statekit.files.source import listing, walked
 from statekit.files.tree import Place, below, size_of, spelled
 from statekit.state.evidence import Fact
+from statekit.state.options import stored_rate
 from statekit.state.run import RunState, Schedule, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 from statekit.state.train_state import TrainState
@@ -457,7 +458,7 @@ def disagreements(checkpoint: Checkpoint, state: TrainState) -> tuple[Finding, .
         state: The state that it decodes to.
     """
     return tuple(
-        Finding(sentence, f"{checkpoint.path}", kind="mixed")
+        Finding(sentence, f"{checkpoint.path}", kind="" if sentence.endswith(_BY_EPOCH) else "mixed")
         for sentence in (*_of_records(checkpoint), *_of_counts(checkpoint, state))
     )
 
@@ -561,7 +562,8 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     is_apart = _steps_of(checkpoint).get("apart", around is not None)
     steps = {updates, updates * _processes(checkpoint), state.counts.schedule}
     steps |= {record.step} if record and may_skip else set()
-    yield from _of_schedules(run.schedules if is_apart else (), steps, updates)
+    says_steps = (record, around) != (None, None)  # a trainer that does makes its schedule's steps too
+    yield from _of_schedules(run.schedules if is_apart else (), steps, state, says_steps)
     yield from _of_ranks(checkpoint, state)
 
 
@@ -578,13 +580,35 @@ def _of_both(around: tuple[str, Any] | None, record: Said | None) -> Iterator[st
         yield f"{around[0]} says step {around[1]!r:.40}, {record.place} {record.step}: {_why()}"
 
 
-def _of_schedules(schedules: Iterable[Schedule], steps: Container[int], updates: int) -> Iterator[str]:
-    """Yields each schedule that counts updates and stands at none of the steps where it may."""
+_BY_EPOCH = "its rates are the optimizer's, so it may be stepped once an epoch"
+"""Why a schedule's step is odd, and may be right."""
+
+
+def _gave_rates(schedule: Schedule, state: TrainState) -> bool:
+    """Tells whether the rates that a schedule gave last are those of the optimizer's groups."""
+    groups = enumerate(state.optimizer.groups)
+    rates = [(schedule.last_of(number), stored_rate(group.hyperparameters)) for number, group in groups]
+    return all(last is not None and last == rate for last, rate in rates)
+
+
+def _of_schedules(
+    schedules: Iterable[Schedule], steps: Container[int], state: TrainState, says_steps: bool
+) -> Iterator[str]:
+    """Yields each schedule that counts updates and stands at none of the steps where it may.
+
+    Args:
+        schedules: Those that lie in files of their own.
+        steps: Where one of updates may stand.
+        state: The state.
+        says_steps: Whether a trainer says its steps, which are its schedule's too.
+    """
     for schedule in schedules:
         if schedule.kind in _NOT_BY_UPDATES or schedule.at is None or schedule.at in steps:
             continue
-        done = f"the optimizer has done {updates} updates"
-        yield f"the schedule stands at step {schedule.at}, {done}: {_why('the schedule')}"
+        done = f"the optimizer has done {state.counts.updates} updates"
+        is_paced = not says_steps and schedule.at < state.counts.updates and _gave_rates(schedule, state)
+        why = _BY_EPOCH if is_paced else _why("the schedule")
+        yield f"the schedule stands at step {schedule.at}, {done}: {why}"
 
 
 def _is_of_another_step(step: int, state: TrainState) -> bool:
