@@ -28,6 +28,8 @@ from statekit.files.tree import WORK, StoredPlace
 from statekit.scale import parts, running
 from statekit.scale.brought import packed
 from statekit.scale.engine import carry_out
+from statekit.scale.folder import WorkFolder
+from statekit.scale.store_site import StoreSite
 from statekit.scale.work import Work, split
 from statekit.tensors.tree import walk
 from statekit.testing.works import Flaky
@@ -513,3 +515,44 @@ def test_objects_of_another_state_are_read_once(work: Work, store: Served) -> No
     before = len(store.requests)
     assert work.missing() == [] and work.status().missing == []
     assert not [request for request in store.requests[before:] if request.startswith("GET /bucket/there/")]
+
+
+def test_what_changes_after_the_part_records_were_read_is_seen(work: Work, store: Served) -> None:
+    """Seen red: finish called it verified."""
+    done(work)
+    part = work.part(0)
+    assert part is not None
+    name, parts_of = f"there/{next(iter(part.files))}", WorkFolder.parts
+
+    def changed(folder: WorkFolder) -> Any:
+        records = parts_of(folder)
+        store.files[name] = store.files[name][:-1] + bytes([store.files[name][-1] ^ 1])
+        return records
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(WorkFolder, "parts", changed)
+        with pytest.raises(CommitError, match="changed meanwhile"):
+            work.finish()
+    with pytest.raises(TargetExistsError):  # and takes away what is wrong
+        work.run(0)
+    done(work)
+    work.finish()
+    assert statekit.check("s3://bucket/there").passed
+
+
+def test_two_processes_may_finish_a_work(work: Work, store: Served) -> None:
+    """Seen red: the second said that another process has taken over."""
+    done(work)
+    joined = StoreSite.joined
+
+    def finished_before(site: StoreSite, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as once:
+            once.setattr(StoreSite, "joined", joined)
+            with Work("s3://bucket/there.work") as other:
+                other.finish()
+        return joined(site, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StoreSite, "joined", finished_before)
+        assert work.finish().verified
+    assert statekit.check("s3://bucket/there").passed

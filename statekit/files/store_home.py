@@ -225,11 +225,9 @@ class StoreHome:
         """Returns the names in the bucket of what the store has with other bytes than were sent."""
         wrong = []
         for name, digest in self._digests.items():
-            with (
-                suppress(StatekitError),
-                Files() as files,
-            ):  # what doesn't come, or was put again, isn't known
-                file = files.source(self.path / name.removeprefix(f"{self._name}/"))
+            with suppress(StatekitError), Files() as files:  # what doesn't come isn't known
+                tree = OverlayTree(self._tree, {name: self._objects.facts(name)}, {})
+                file = files.source(StoredPlace(ReadAhead(tree), PurePosixPath(name)))
                 wrong += [name] if digest_by(None, file, {}) != digest else []
         return wrong
 
@@ -239,8 +237,8 @@ class StoreHome:
         if output.is_in_parts:  # which ends under no condition of the store
             check_held(self._objects, self._claim)
             self._objects.check_ours(output.object)
-        self.stored[output.object] = output.finish()
         self._digests[output.object] = output.digest
+        self.stored[output.object] = output.finish()
 
     @contextmanager
     def folder(self, name: str) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from statekit.files.homes import Entries, Home, LocalHome, local_home
 from statekit.files.source import read_small, walked
 from statekit.files.tree import Place
 from statekit.scale.parts import PARTS, PartFile, PartRecord
-from statekit.scale.site import ATTEMPTS, BROUGHT, DOCUMENT, FINISHED, Site, left_behind
+from statekit.scale.site import ATTEMPTS, BROUGHT, DOCUMENT, FINISHED, Site, check_files, left_behind
 
 _PRIVATE = 0o700
 _WRITTEN = re.compile(r"\d{5,}(-[0-9a-f]{32})?(\.[a-z]+)?")
@@ -129,6 +129,7 @@ class DiskSite:
             with writing(self.target):
                 for part in parts:
                     self._link_files(part, Path(home.path))
+            check_files(self, parts)
             yield home
 
     def settle(self, home: Home) -> None:

@@ -24,6 +24,7 @@ from statekit.conversion.convert import (
 )
 from statekit.conversion.rounded import Measured
 from statekit.errors import (
+    CommitError,
     Faults,
     NotFoundError,
     StatekitError,
@@ -58,7 +59,7 @@ def finish(work: WorkFolder, again: bool = False) -> Report:
     try:
         with job():
             files, source = _joined(work, parts, digests, again)
-    except TargetExistsError:  # another process has finished it meanwhile
+    except (TargetExistsError, CommitError):  # perhaps another process has finished it meanwhile
         if not _is_finished(work, parts):
             raise
         files, source = _entries_of(work.target), _source_digest(work)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from statekit.errors import CommitError, some
+from statekit.errors import CommitError, Faults, some
 from statekit.files.homes import Entries, Home
 from statekit.files.tree import Place
 from statekit.scale.parts import PartFile, PartRecord
@@ -117,6 +117,18 @@ class Site(Protocol):
         Raises:
             CommitError: It can't be removed, or somebody put other files there.
         """
+
+
+def check_files(site: Site, parts: Sequence[PartRecord]) -> None:
+    """Makes sure that what is joined now is what the tasks wrote, however long ago that was looked at."""
+    Faults(
+        (fault, name)
+        for part in parts
+        for name, entry in part.files.items()
+        if (fault := site.file_fault(part, name, entry))
+    ).check(
+        CommitError, "Files of tasks were changed meanwhile", place=site.place, remedy="finish the work again"
+    )
 
 
 def left_behind(place: Place, names: Sequence[str]) -> CommitError:

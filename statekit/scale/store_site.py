@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from statekit.errors import CommitError, CorruptError, NotFoundError, StatekitError, TargetExistsError
 from statekit.files.claims import Claim, claim_target, claims_of, is_complete, release, taken_over
@@ -24,7 +24,7 @@ from statekit.files.store_home import StoreHome, bucket_of, scratch_folder
 from statekit.files.tree import Facts, Place, StoredPlace
 from statekit.scale.brought import packed, unpacked
 from statekit.scale.parts import PartFile, PartRecord
-from statekit.scale.site import BROUGHT, DOCUMENT, FINISHED, JOINED, Site, left_behind
+from statekit.scale.site import BROUGHT, DOCUMENT, FINISHED, JOINED, Site, check_files, left_behind
 
 _OF_ATTEMPT = re.compile("-[0-9a-f]{32}(/|$)")
 _MOST_BYTES = 2**30
@@ -168,11 +168,9 @@ class StoreSite:
                 if name.startswith(top) and _OF_ATTEMPT.search(name.removeprefix(top))
             ]
             self._objects.delete(others, (self._mark,))
+            check_files(self, parts)
             for name in names:
-                facts = self._facts(name)
-                if facts is None:
-                    raise CommitError("A file of the target is gone.", place=self._target, found=name)
-                home.take(facts)
+                home.take(cast(Facts, self._facts(name)))
             yield home
 
     def settle(self, home: Home) -> None:
