@@ -320,12 +320,19 @@ def test_a_recorded_folder_of_each_optimizer_is_read_as_its_distributed_twin(
     assert old.keys() == new.keys() and all(np.array_equal(old[key], new[key]) for key in new)
 
 
-def test_a_slot_that_one_rank_alone_has_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["gone", "renamed", "none"])
+@pytest.mark.parametrize("rank", [0, -1])
+def test_a_slot_that_one_rank_alone_has_is_refused(fault: str, rank: int, tmp_path: Path) -> None:
     """Seen red: a KeyError of ours."""
     shutil.copytree(Path(__file__).parent / "cases" / "megatron_gpt" / "legacy", tmp_path / "run")
-    file = sorted((tmp_path / "run").rglob("distrib_optim.pt"))[-1]
+    file = sorted((tmp_path / "run").rglob("distrib_optim.pt"))[rank]
     saved = torch.load(file, weights_only=False)
-    del saved[0][torch.float32, torch.float32]["param"]
+    bucket = saved[0][torch.float32, torch.float32]
+    name = "param" if fault == "gone" else "exp_avg_sq"
+    vector = bucket.pop(name)
+    bucket |= {"renamed": {"exp_avg_sq2": vector}, "none": {name: None}}.get(fault, {})
     torch.save(saved, file)
-    with pytest.raises(CorruptError, match="Ranks hold different slots"):
+    with pytest.raises(
+        (CorruptError, StateError), match=r"none of its buckets is whole|Ranks hold different slots"
+    ):
         statekit.plan(tmp_path / "run", tmp_path / "next", to="statekit")
