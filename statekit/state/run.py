@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase, translate
 from itertools import accumulate
@@ -21,7 +21,6 @@ from statekit.state.schedules.called import called_rates
 from statekit.state.schedules.megatron import megatron_rates
 from statekit.state.schedules.mxnet import mxnet_rates
 from statekit.state.schedules.pytorch import torch_kind, torch_rates
-from statekit.state.words import words_of
 from statekit.tensors.tensor import TIES
 from statekit.tensors.tree import Path, Record, Tree, to_json
 
@@ -553,3 +552,23 @@ def _is_scheduler(node: Mapping[Any, Any], name: str) -> bool:
     return bool(_TORCH & node.keys()) or (
         placed and any(type(item) in (int, float) for item in node.values())
     )
+
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_GENERIC = frozenset({
+    "state", "states", "dict", "model", "models", "net", "nets", "network", "networks", "module", "weights", "params",
+    "opt", "opts", "optim", "optims", "optimizer", "optimizers", "optimiser",
+    "lr", "sched", "scheds", "scheduler", "schedulers", "schedule", "schedules",
+})  # fmt: skip
+"""Words that don't say whose something is."""
+
+
+def words_of(path: Iterable[object]) -> tuple[str, ...]:
+    """Returns the words of a path that say whose it is.
+
+    Example:
+        >>> words_of(["optimizerG"]), words_of(["critic", "scheduler"])
+        (('g',), ('critic',))
+    """
+    words = [word.lower() for key in path for word in _WORDS.findall(str(key))]
+    return tuple(word for word in words if word not in _GENERIC)

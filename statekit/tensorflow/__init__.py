@@ -10,9 +10,33 @@ optimizer = statekit.tensorflow.load_optimizer("checkpoint_1000000", model, lear
 model.compile(optimizer=optimizer, loss=...)
 """
 
-from statekit.tensorflow.keras_backend import require_tensorflow
+from statekit.errors import MissingExtraError, UsageError, extra
 
-require_tensorflow()  # before what follows (hence E402) imports Keras, which settles its backend for good
+
+def _require_tensorflow() -> None:
+    """Checks that Keras is there and runs on TensorFlow.
+
+    Raises:
+        MissingExtraError: TensorFlow or Keras isn't installed.
+        UsageError: Keras runs on another backend.
+    """
+    try:
+        import keras
+        import tensorflow  # noqa: F401  # only whether it is there
+    except ImportError as error:
+        raise MissingExtraError(
+            "TensorFlow isn't installed.", found=error, remedy=extra("tensorflow")
+        ) from error
+    if keras.backend.backend() != "tensorflow":
+        raise UsageError(
+            "Keras runs on another backend than TensorFlow.",
+            expected="tensorflow",
+            found=keras.backend.backend(),
+            remedy="set KERAS_BACKEND=tensorflow before keras is imported",
+        )
+
+
+_require_tensorflow()  # before what follows (hence E402) imports Keras, which settles its backend for good
 
 from statekit.tensorflow.attestation import AttestCallback, SealCallback, attest  # noqa: E402 - after the backend
 from statekit.tensorflow.from_checkpoint import load_optimizer, load_params  # noqa: E402 - after the backend

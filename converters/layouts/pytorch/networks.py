@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from statekit.errors import StateError, UsageError
-from statekit.state.words import words_of
+from statekit.state.run import words_of
 from statekit.tensors.tree import Path
 
 
