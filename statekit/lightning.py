@@ -27,7 +27,7 @@ __all__ = ["AttestCallback", "SealCallback"]
 
 
 _WRITTEN = ("best_model_path", "last_model_path", "_last_checkpoint_saved")
-"""Where `ModelCheckpoint` keeps what it wrote; the last is neither, where it is the second best."""
+"""Attributes in which `ModelCheckpoint` keeps its saves' paths."""
 
 
 class AttestCallback(AttestsOnce, Callback):  # type: ignore[misc]  # its base is untyped

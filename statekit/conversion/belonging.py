@@ -568,7 +568,7 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
 
 
 def _recorded_around(checkpoint: Checkpoint) -> tuple[str, Any] | None:
-    """Returns where a trainer around an engine says its step, and what it says; None without one."""
+    """Returns the place of a trainer's own step, and the step, where a trainer runs the engine; else None."""
     path = tuple(_steps_of(checkpoint).get("records_too", ()))
     step = at(checkpoint.tree, path) if path else None
     return None if step is None else ("/".join(path), step)

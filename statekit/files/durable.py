@@ -308,8 +308,8 @@ def replace_file(
         content: Its bytes.
         mode: Permissions that it may have at most.
         check: Given the new file just before it gets its name; raises where it mustn't.
-        place: Beside what it is written first, if it can be: beside a folder that another program may remove meanwhile,
-            which meets nothing of ours in it then.
+        place: A folder. The file is first written beside it, if that can be done: another program that removes the
+            folder meanwhile finds nothing of ours in it.
 
     Raises:
         TargetExistsError: Something else than a file is there.

@@ -24,7 +24,7 @@ from statekit.scale.site import ATTEMPTS, BROUGHT, DOCUMENT, FINISHED, Site, che
 
 _PRIVATE = 0o700
 _WRITTEN = re.compile(r"\d{5,}(-[0-9a-f]{32})?(\.[a-z]+)?")
-"""Names of part records, of attempts, and of what they leave beside them."""
+"""Names of part records and attempts, and of the files that attempts write beside these."""
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 """What a file system answers that has no hard links, or has them within another part of it only."""
 
@@ -181,5 +181,5 @@ def _remove_written(folder: Path) -> None:
     for path in [*folder.iterdir()] if folder.is_dir() and not folder.is_symlink() else ():
         if _WRITTEN.fullmatch(path.name):
             path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
-    with suppress(OSError):  # it isn't there, or what somebody else put there stays
+    with suppress(OSError):  # it is gone, or it holds somebody else's files
         folder.rmdir()
